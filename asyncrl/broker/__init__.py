@@ -1,0 +1,1 @@
+"""The broker: ledger, queue, registry of peers. No torch; starts in under a second."""

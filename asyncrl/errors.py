@@ -1,0 +1,41 @@
+"""Every error asyncrl raises on purpose.
+
+One base class; each error is also its stdlib kin, so `except ValueError` works for a caller who does
+not know this package. A message says what, got, expected, and the config key to change.
+"""
+
+
+class AsyncRLError(Exception):
+    """Base of all errors raised by asyncrl."""
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """A setting, a data file or a model path is wrong; nothing was started."""
+
+
+class ProtocolError(AsyncRLError, ValueError):
+    """A message breaks the wire schema or its order, or a handshake was refused."""
+
+
+class StaleRolloutError(AsyncRLError, RuntimeError):
+    """A token older than k versions reached the learner, or a group was admitted without credit."""
+
+
+class WeightMismatchError(AsyncRLError, ValueError):
+    """Published weights do not fit the receiving model, or their digest is wrong."""
+
+
+class PeerLostError(AsyncRLError, ConnectionError):
+    """The other side stopped answering within its deadline, or a child process died."""
+
+
+class NoProgressError(AsyncRLError, TimeoutError):
+    """Nothing was trained within `pipeline.no_progress_s`."""
+
+
+class NonFiniteLossError(AsyncRLError, ArithmeticError):
+    """Too many optimizer steps in a row had a loss or gradient that is not finite."""
+
+
+class CheckpointError(AsyncRLError, OSError):
+    """A checkpoint is missing, incomplete, or belongs to another run."""

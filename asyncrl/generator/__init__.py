@@ -1,0 +1,1 @@
+"""The generator: samples rollouts while its weights change underneath."""

@@ -1,0 +1,1 @@
+"""The learner: batches, loss, optimizer, checkpoints."""

@@ -1,0 +1,1 @@
+"""Verifiable tasks and the pool of processes that scores completions."""

@@ -1,0 +1,1 @@
+"""Metrics, sinks and traces. Never reaches torch; never blocks training."""

@@ -1,0 +1,1 @@
+"""The weight path: snapshot, publisher, subscriber."""
