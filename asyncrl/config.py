@@ -86,6 +86,9 @@ TaskConfig = Annotated[
     Field(discriminator="kind"),
 ]
 
+_VARIANTS = {"reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl"}
+"""Pydantic names the variant in the path of a fault; it is no part of the key."""
+
 
 class PipelineConfig(Section):
     """How generation and training are paced."""
@@ -325,6 +328,11 @@ class RunConfig(Section):
                 f"pipeline.group_size={self.pipeline.group_size} does not fit "
                 f"engine.max_concurrent_completions={self.engine.max_concurrent_completions}"
             )
+        if self.eval.samples_per_prompt > self.engine.max_concurrent_completions:
+            raise ValueError(
+                f"eval.samples_per_prompt={self.eval.samples_per_prompt} does not fit "
+                f"engine.max_concurrent_completions={self.engine.max_concurrent_completions}"
+            )
         longest = self.engine.max_prompt_tokens + self.engine.max_completion_tokens
         if longest > self.learner.micro_batch_tokens:
             raise ValueError(
@@ -404,7 +412,7 @@ def _explain(error: ValidationError) -> str:
     """One line per fault: dotted path, what is wrong, and the nearest known key."""
     lines = []
     for fault in error.errors(include_url=False):
-        path = ".".join(str(part) for part in fault["loc"])
+        path = ".".join(str(part) for part in fault["loc"] if part not in _VARIANTS)
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
             known = _known_keys()
@@ -425,11 +433,7 @@ def _known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[st
         variants = getattr(field.annotation, "__args__", (field.annotation,))
         for variant in variants:
             if isinstance(variant, type) and issubclass(variant, BaseModel):
-                kind = variant.model_fields.get("kind")
-                path = f"{prefix}{name}."
-                if kind is not None and len(variants) > 1:
-                    path += f"{kind.default}."
-                keys += _known_keys(variant, path)
+                keys += _known_keys(variant, f"{prefix}{name}.")
     return keys
 
 
@@ -459,6 +463,7 @@ def _section_toml(section: BaseModel, path: str) -> tuple[list[str], list[str]]:
 
 def _toml_value(value: object) -> str:
     if isinstance(value, dict):
-        inner = ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items())
+        inner = ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items())
         return "{ " + inner + " }" if inner else "{}"
-    return json.dumps(value)
+    # JSON's scalars are TOML's, but for DEL, and for escapes of characters beyond U+FFFF.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

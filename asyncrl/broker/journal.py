@@ -1,0 +1,50 @@
+"""The broker's memory across its own restarts: every transition of the ledger, in order.
+
+`Broker` reports each transition here before anybody hears of it. `NullJournal` forgets them, so
+with it a learner that returns at version c finds new groups instead of the same batches again.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from typing_extensions import Buffer
+
+from asyncrl.wire.messages import GroupStart
+
+
+class Journal(Protocol):
+    """Receives the transitions; an implementation must have stored them when it returns."""
+
+    def opened(self, *, epoch: int, version: int, cursor: int) -> None:
+        """A learner joined; the ledger starts anew at `version`, prompts at ordinal `cursor`."""
+
+    def admitted(self, start: GroupStart, version: int) -> None:
+        """A group was handed to a generator holding `version`."""
+
+    def finished(self, group_id: int, frames: Sequence[Buffer]) -> None:
+        """A scored group was queued with its payload."""
+
+    def dropped(self, group_id: int) -> None:
+        """A group left untrained."""
+
+    def trained(self, step: int, group_ids: Sequence[int]) -> None:
+        """The groups of `step` went to the learner, in this order."""
+
+
+class NullJournal:
+    """Remembers nothing."""
+
+    def opened(self, *, epoch: int, version: int, cursor: int) -> None:
+        """See Journal."""
+
+    def admitted(self, start: GroupStart, version: int) -> None:
+        """See Journal."""
+
+    def finished(self, group_id: int, frames: Sequence[Buffer]) -> None:
+        """See Journal."""
+
+    def dropped(self, group_id: int) -> None:
+        """See Journal."""
+
+    def trained(self, step: int, group_ids: Sequence[int]) -> None:
+        """See Journal."""

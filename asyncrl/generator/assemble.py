@@ -1,0 +1,87 @@
+"""Builds a generator from a configuration and runs it."""
+
+import logging
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.generator.hf_engine import HFEngine
+from asyncrl.generator.process import Generator
+from asyncrl.generator.prompts import PromptRenderer
+from asyncrl.tasks import make_task
+from asyncrl.tasks.scoring import ScoringPool
+from asyncrl.telemetry.trace import Tracer
+from asyncrl.weights.subscriber import Subscriber
+from asyncrl.wire.mailbox import Mailbox
+from asyncrl.wire.messages import Hello
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    config: RunConfig, *, endpoint: str, run_id: str, token: str, run_dir: Path, name: str
+) -> None:
+    """Load the model, join the broker at `endpoint`, work until it says Stop."""
+    engine = HFEngine(
+        config.model.path,
+        device=config.engine.device,
+        dtype=config.engine.dtype,
+        max_concurrent_completions=config.engine.max_concurrent_completions,
+    )
+    if config.engine.max_prompt_tokens >= engine.max_context_tokens:
+        raise ConfigError(
+            f"engine.max_prompt_tokens={config.engine.max_prompt_tokens} leaves no room for a "
+            f"completion in the model's context of {engine.max_context_tokens} tokens"
+        )
+    renderer = PromptRenderer(
+        AutoTokenizer.from_pretrained(config.model.path), make_task(config.task, seed=config.seed)
+    )
+    renderer.render("train", 0)  # a template that does not fit fails before anything is started
+    pool = ScoringPool(
+        config.task,
+        config.seed,
+        num_workers=config.scoring.num_workers,
+        deadline_s=config.scoring.deadline_s,
+        max_memory_bytes=config.scoring.max_memory_bytes,
+    )
+    hello = Hello(
+        role="generator", name=name, run_id=run_id, config_digest=config.digest, token=token
+    )
+    mailbox = Mailbox(endpoint, hello, connect_timeout_s=config.host.start_timeout_s)
+    subscriber = Subscriber(
+        run_id,
+        token=token,
+        chunks_in_flight=config.weights.chunks_in_flight,
+        timeout_s=config.weights.timeout_s,
+    )
+    trace = run_dir / "trace" / f"{name}.jsonl" if config.telemetry.trace else None
+    tracer = Tracer(trace, process=name)
+    mark_joined(run_dir, name)
+    reason, failed = "generator failed", True
+    try:
+        stop = Generator(
+            config,
+            mailbox=mailbox,
+            engine=engine,
+            renderer=renderer,
+            pool=pool,
+            subscriber=subscriber,
+            tracer=tracer,
+        ).run()
+        log.info("stopping: %s", stop.reason)
+        reason, failed = stop.reason, False
+    finally:
+        mailbox.close(reason, failed=failed)
+        pool.close()
+        subscriber.close()
+        tracer.close()
+        engine.close()
+
+
+def mark_joined(run_dir: Path, name: str) -> None:
+    """Tell the supervisor that this process has joined the run."""
+    path = run_dir / "joined" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()

@@ -1,0 +1,277 @@
+"""The embedded engine: samples completions with any causal LM that transformers can load.
+
+Continuous batching. A prompt is prefilled once and its cache row is copied `num_completions` times;
+the copies join the running batch and leave it one by one. One `step`:
+
+    decode   running rows: their last token -> logits                  [running, V]
+    start    waiting requests whose completions all fit: prompt -> logits  [new, V]
+    sample   every row: one token, its log mu, the version of the weights
+    finish   rows that stopped, reached max_tokens, or have no finite logits
+
+Invariant: a token's version and log mu are those of the step that sampled it. Weights change only
+between steps, all of them or none; the cache of running rows is kept then (design: `keep`).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Literal
+
+import numpy as np
+import torch
+
+from asyncrl.errors import WeightMismatchError
+from asyncrl.generator.engine import Completion, SampleRequest
+from asyncrl.generator.hf_batch import CachedModel, PaddedBatch
+from asyncrl.generator.hf_model import choose_device, choose_dtype, load_model, load_state
+from asyncrl.generator.sampling import CompletionStream, nonfinite_rows, sample
+from asyncrl.types import FinishReason, VersionSpan
+
+MAX_PREFILL_TOKENS = 16384
+"""Padded tokens of one prefill, which bounds its activations; a longer prompt goes alone."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """One running completion."""
+
+    request: SampleRequest
+    index: int
+    stream: CompletionStream
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def completion(self) -> Completion:
+        spans, position = [], 0
+        for version, same in groupby(self.versions):
+            end = position + len(list(same))
+            spans.append(VersionSpan(version, position, end))
+            position = end
+        assert self.finish_reason is not None
+        return Completion(
+            request_id=self.request.request_id,
+            index=self.index,
+            tokens=np.array(self.tokens, dtype=np.int32),
+            behaviour_logprobs=np.array(self.logprobs, dtype=np.float32),
+            version_spans=tuple(spans),
+            finish_reason=self.finish_reason,
+        )
+
+
+def _rows_of(request: SampleRequest) -> list[_Row]:
+    return [
+        _Row(request, index, CompletionStream(request.seed, index))
+        for index in range(request.num_completions)
+    ]
+
+
+class HFEngine:
+    """The `Engine` protocol over transformers, on one CPU or GPU."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        max_concurrent_completions: int,
+        version: int = 0,
+    ) -> None:
+        """Load the model and tokenizer in `path` (a directory or a hub id) as `version`.
+
+        Raises:
+            ConfigError: they cannot be loaded, or the architecture's cache cannot be padded.
+        """
+        self._device = choose_device(device)
+        self._model, self._eos_ids = load_model(
+            path, self._device, choose_dtype(dtype, self._device)
+        )
+        self._cached = CachedModel(self._model)
+        self._batch = PaddedBatch(self._cached, self._device)
+        self._limit = max_concurrent_completions
+        self._version = version
+        self._rows: list[_Row] = []
+        self._waiting: deque[SampleRequest] = deque()
+        self._num_nonfinite = 0
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next step samples under."""
+        return self._version
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions running or waiting."""
+        return len(self._rows) + sum(request.num_completions for request in self._waiting)
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Completions aborted because their logits were not finite."""
+        return self._num_nonfinite
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Prompt plus completion may not be longer: the model's number of positions."""
+        config = self._model.config.get_text_config(decoder=True)
+        return int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+
+    def submit(self, request: SampleRequest, *, first: bool = False) -> None:
+        """Queue a prompt; `first` puts it before all waiting ones.
+
+        Raises:
+            ValueError: a field is out of its range, the id is taken, the prompt is empty or has
+                tokens outside the vocabulary, prompt + max_tokens exceeds max_context_tokens, or
+                the completions do not fit into max_concurrent_completions together.
+        """
+        self._check(request)
+        if first:
+            self._waiting.appendleft(request)
+        else:
+            self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        """Start what fits, sample one token for every running completion, return the finished."""
+        with torch.inference_mode():
+            logits = []
+            if self._rows:
+                logits.append(self._batch.decode([row.tokens[-1] for row in self._rows]))
+            while requests := self._take_startable():
+                logits.append(self._start(requests))
+            if not self._rows:
+                return []
+            self._sample(torch.cat(logits))
+            return self._remove_finished()
+
+    def adopt(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the weights; running completions go on under `version` with their cache kept.
+
+        Nothing of `tensors` is kept. The version may rise, stay (new weights of another epoch) or,
+        as long as no running completion has tokens of a higher one, fall: their order is the
+        caller's business.
+
+        Raises:
+            WeightMismatchError: a name or shape is not this model's, one is missing, or running
+                completions have tokens of a higher version; the old weights and version stay.
+        """
+        newest = max((row.versions[-1] for row in self._rows), default=version)
+        if version < newest:
+            raise WeightMismatchError(
+                f"version {version} offered while {len(self._rows)} completions run that have "
+                f"tokens of version {newest}; spans must ascend: abort them first"
+            )
+        load_state(self._model, tensors)
+        self._version = version
+
+    def abort(self, request_id: int) -> list[Completion]:
+        """Finish a request's completions as "abort", with the tokens sampled so far.
+
+        Waiting ones have none. An unknown or finished id gives an empty list.
+        """
+        waiting = [request for request in self._waiting if request.request_id == request_id]
+        self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
+        unstarted = [row for request in waiting for row in _rows_of(request)]
+        for row in (*unstarted, *self._rows):
+            if row.request.request_id == request_id:
+                row.finish_reason = "abort"
+        return self._remove_finished() + [row.completion() for row in unstarted]
+
+    def close(self) -> None:
+        """Free the engine's memory; unfinished completions are lost."""
+        self._rows.clear()
+        self._waiting.clear()
+        self._batch.select([])
+        self._model.to("meta")
+
+    def _check(self, request: SampleRequest) -> None:
+        prompt = request.prompt_tokens
+        total = prompt.shape[0] + request.max_tokens
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        unfinished = {row.request.request_id for row in self._rows}
+        unfinished |= {waiting.request_id for waiting in self._waiting}
+        for valid, fault in (
+            (prompt.ndim == 1 and prompt.shape[0] > 0, "the prompt is empty"),
+            (
+                bool(((prompt >= 0) & (prompt < vocabulary)).all()),
+                f"the prompt has token ids outside 0 .. {vocabulary - 1}",
+            ),
+            (request.max_tokens >= 1, f"max_tokens must be >= 1, got {request.max_tokens}"),
+            (
+                total <= self.max_context_tokens,
+                f"{prompt.shape[0]} prompt tokens + max_tokens={request.max_tokens} exceed the "
+                f"model's {self.max_context_tokens} positions; lower engine.max_prompt_tokens or "
+                "engine.max_completion_tokens",
+            ),
+            (
+                1 <= request.num_completions <= self._limit,
+                f"num_completions must be 1 .. engine.max_concurrent_completions={self._limit}, "
+                f"got {request.num_completions}",
+            ),
+            (request.temperature > 0, f"temperature must be > 0, got {request.temperature}"),
+            (0 < request.top_p <= 1, f"top_p must be in (0, 1], got {request.top_p}"),
+            (request.top_k >= 0, f"top_k must be >= 0, got {request.top_k}"),
+            (request.request_id not in unfinished, "an unfinished request has this id"),
+        ):
+            if not valid:
+                raise ValueError(f"request {request.request_id}: {fault}")
+
+    def _take_startable(self) -> list[SampleRequest]:
+        """Waiting requests, in order, that fit into the free slots and into one prefill."""
+        taken: list[SampleRequest] = []
+        free = self._limit - len(self._rows)
+        longest = 0
+        while self._waiting and self._waiting[0].num_completions <= free:
+            longest = max(longest, self._waiting[0].prompt_tokens.shape[0])
+            if taken and longest * (len(taken) + 1) > MAX_PREFILL_TOKENS:
+                break
+            request = self._waiting.popleft()
+            free -= request.num_completions
+            taken.append(request)
+        return taken
+
+    def _start(self, requests: Sequence[SampleRequest]) -> torch.Tensor:
+        """Prefill each prompt once, give every completion a copy; logits of the new rows."""
+        started = PaddedBatch(self._cached, self._device)
+        logits = started.prefill([request.prompt_tokens for request in requests])
+        copies = [i for i, request in enumerate(requests) for _ in range(request.num_completions)]
+        started.select(copies)
+        self._batch.extend(started)
+        self._rows += [row for request in requests for row in _rows_of(request)]
+        return logits[torch.tensor(copies, device=self._device)]
+
+    def _sample(self, logits: torch.Tensor) -> None:
+        broken = set(nonfinite_rows(logits))
+        if broken:
+            logits[list(broken)] = 0.0
+        requests = [row.request for row in self._rows]
+        tokens, logprobs = sample(
+            logits,
+            np.array([row.stream.next() for row in self._rows]),
+            temperature=np.array([request.temperature for request in requests], np.float64),
+            top_p=np.array([request.top_p for request in requests], np.float64),
+            top_k=np.array([request.top_k for request in requests], np.int64),
+        )
+        drawn = zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True)
+        for i, (row, token, logprob) in enumerate(drawn):
+            if i in broken:
+                row.finish_reason = "abort"
+                self._num_nonfinite += 1
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(self._version)
+            if token in self._eos_ids:
+                row.finish_reason = "stop"
+            elif len(row.tokens) == row.request.max_tokens:
+                row.finish_reason = "length"
+
+    def _remove_finished(self) -> list[Completion]:
+        kept = [i for i, row in enumerate(self._rows) if row.finish_reason is None]
+        if len(kept) == len(self._rows):
+            return []
+        finished = [row.completion() for row in self._rows if row.finish_reason is not None]
+        self._rows = [self._rows[i] for i in kept]
+        self._batch.select(kept)
+        return finished

@@ -1,0 +1,193 @@
+"""Builds a learner from a configuration and runs it; with several ranks, once in each of them."""
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.learner import checkpoint
+from asyncrl.learner.inbox import Inbox
+from asyncrl.learner.model import Policy, choose_dtype, shard
+from asyncrl.learner.process import Learner, StartPoint
+from asyncrl.learner.ranks import Ranks
+from asyncrl.learner.recorder import Recorder
+from asyncrl.learner.step import Optimizer
+from asyncrl.telemetry.trace import Tracer
+from asyncrl.weights.buffers import choose_transport
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.snapshot import PublicationDtype, Snapshotter, named_weights, snapshot_bytes
+from asyncrl.wire.mailbox import Mailbox
+from asyncrl.wire.messages import Hello
+
+log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, *, endpoint: str, run_id: str, token: str, run_dir: Path) -> None:
+    """Load model and checkpoint, join the broker at `endpoint` (rank 0), train to the end."""
+    device = _device(config)
+    # Others wait for rank 0 while it waits for a batch: their deadline must be the longer one.
+    ranks = Ranks.join(
+        rank=int(os.environ.get("RANK", "0")),
+        world=int(os.environ.get("WORLD_SIZE", "1")),
+        device_type=device.type,
+        timeout_s=2 * config.pipeline.no_progress_s + config.eval.deadline_s,
+    )
+    found = _find_checkpoint(config, run_dir)
+    torch.manual_seed(config.seed)
+    path = found.path if found is not None else config.model.path
+    policy = Policy.load(path, device=device, compute_dtype=choose_dtype(config.learner.dtype, device))
+    if ranks.mesh is not None:
+        shard(policy, ranks.mesh)
+    optimizer = Optimizer(policy, **_optimizer_settings(config))
+    if found is not None:
+        checkpoint.load_optimizer(found, optimizer)
+    start = StartPoint(
+        version=found.facts.version if found is not None else 0,
+        epoch=found.facts.epoch + 1 if found is not None else 0,
+        cursor=found.facts.cursor if found is not None else 0,
+        resumed=found is not None,
+    )
+    if ranks.rank == 0:
+        _lead(config, endpoint, run_id, token, run_dir, start, ranks, policy, optimizer)
+    else:
+        _follow(config, run_dir, start, ranks, policy, optimizer)
+    ranks.leave()
+
+
+def _lead(
+    config: RunConfig,
+    endpoint: str,
+    run_id: str,
+    token: str,
+    run_dir: Path,
+    start: StartPoint,
+    ranks: Ranks,
+    policy: Policy,
+    optimizer: Optimizer,
+) -> None:
+    """Rank 0: the broker's peer, the publisher, the record keeper."""
+    weights = named_weights(policy.model)
+    dtype = publication_dtype(config, policy)
+    transport = choose_transport(
+        config.weights.transport,
+        is_local=config.is_loopback,
+        snapshot_bytes=snapshot_bytes(weights, dtype=dtype),
+    )
+    hello = Hello(
+        role="learner",
+        name="learner",
+        run_id=run_id,
+        config_digest=config.digest,
+        token=token,
+        epoch=start.epoch,
+        version=start.version,
+        cursor=start.cursor,
+    )
+    mailbox = Mailbox(endpoint, hello, connect_timeout_s=config.host.start_timeout_s)
+    reason, failed = "the learner failed", True
+    try:
+        publisher = Publisher(
+            run_id,
+            epoch=start.epoch,
+            transport=transport,
+            on_published=mailbox.send,
+            host=config.weights.host,
+            chunk_bytes=config.weights.chunk_bytes,
+            token=token,
+        )
+        recorder = Recorder(config, run_dir=run_dir, run_id=run_id)
+        trace = run_dir / "trace" / "learner.jsonl" if config.telemetry.trace else None
+        tracer = Tracer(trace, process="learner")
+        joined = run_dir / "joined" / "learner"
+        joined.parent.mkdir(parents=True, exist_ok=True)
+        joined.touch()
+        try:
+            Learner(
+                config=config,
+                run_dir=run_dir,
+                start=start,
+                ranks=ranks,
+                policy=policy,
+                optimizer=optimizer,
+                tokenizer=AutoTokenizer.from_pretrained(config.model.path),
+                inbox=Inbox(mailbox, ranks, no_progress_s=config.pipeline.no_progress_s),
+                snapshotter=Snapshotter(weights, dtype=dtype, buffers=publisher.buffers),
+                publisher=publisher,
+                recorder=recorder,
+                tracer=tracer,
+            ).run()
+        finally:
+            recorder.close()
+            tracer.close()
+            publisher.close()
+        reason, failed = f"{config.pipeline.num_steps} steps trained", False
+    finally:
+        mailbox.close(reason, failed=failed)
+
+
+def _follow(
+    config: RunConfig,
+    run_dir: Path,
+    start: StartPoint,
+    ranks: Ranks,
+    policy: Policy,
+    optimizer: Optimizer,
+) -> None:
+    """Another rank: the same steps on its share of each batch."""
+    weights = named_weights(policy.model)
+    Learner(
+        config=config,
+        run_dir=run_dir,
+        start=start,
+        ranks=ranks,
+        policy=policy,
+        optimizer=optimizer,
+        tokenizer=None,
+        inbox=Inbox(None, ranks, no_progress_s=config.pipeline.no_progress_s),
+        snapshotter=Snapshotter(weights, dtype=publication_dtype(config, policy), buffers=None),
+        publisher=None,
+        recorder=None,
+        tracer=Tracer(None, process=f"learner-{ranks.rank}"),
+    ).run()
+
+
+def publication_dtype(config: RunConfig, policy: Policy) -> PublicationDtype:
+    """What generators compute in: publishing more bits than they keep would be waste."""
+    if config.engine.dtype != "auto":
+        return config.engine.dtype
+    return "bfloat16" if policy.compute_dtype == torch.bfloat16 else "float32"
+
+
+def _device(config: RunConfig) -> torch.device:
+    """This rank's device.
+
+    Raises:
+        ConfigError: learner.device="cuda" without a GPU.
+    """
+    if config.learner.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('learner.device="cuda", but torch sees no GPU; use "auto" or "cpu"')
+    if config.learner.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _find_checkpoint(config: RunConfig, run_dir: Path) -> checkpoint.Checkpoint | None:
+    if not config.checkpoint.resume:
+        return None
+    found = checkpoint.latest(run_dir / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"checkpoint.resume=true, but {run_dir}/checkpoints holds no complete checkpoint"
+        )
+    log.info("resuming from %s at version %d", found.path, found.facts.version)
+    return found
+
+
+def _optimizer_settings(config: RunConfig) -> dict[str, float | int]:
+    return config.optimizer.model_dump(exclude={"max_skipped_steps"})

@@ -1,0 +1,150 @@
+"""The learner: want a batch, check it, train it, publish, record; it never waits for an adoption.
+
+Step s trains version s into version s + 1. The batch of s + 1 is asked for before s + 1 is published, so
+it travels and is decoded while the snapshot is digested. The version rises even when a step was skipped
+(no signal, gradient not finite): its groups count as trained, the weights stay what they were.
+"""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asyncrl.algo import ADVANTAGES, LOSSES, Loss
+from asyncrl.config import RunConfig
+from asyncrl.errors import NonFiniteLossError
+from asyncrl.learner import checkpoint
+from asyncrl.learner.batch import build_step, split_for_ranks
+from asyncrl.learner.inbox import Delivery, Inbox
+from asyncrl.learner.model import Policy
+from asyncrl.learner.ranks import Ranks
+from asyncrl.learner.recorder import Recorder
+from asyncrl.learner.step import Optimizer, StepResult, train_step
+from asyncrl.telemetry.trace import Tracer
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.snapshot import Snapshotter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPoint:
+    """Where this learner begins."""
+
+    version: int
+    epoch: int
+    cursor: int
+    resumed: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Learner:
+    """One rank of the learner; built by assemble.py. Publisher and recorder are rank 0's."""
+
+    config: RunConfig
+    run_dir: Path
+    start: StartPoint
+    ranks: Ranks
+    policy: Policy
+    optimizer: Optimizer
+    tokenizer: Any
+    inbox: Inbox
+    snapshotter: Snapshotter
+    publisher: Publisher | None
+    recorder: Recorder | None
+    tracer: Tracer
+    _num_skipped: int = 0
+
+    def run(self) -> None:
+        """Train up to pipeline.num_steps, evaluate, save."""
+        version, last = self.start.version, self.config.pipeline.num_steps
+        if version >= last:
+            log.info("nothing to do: version %d, pipeline.num_steps=%d", version, last)
+            return
+        if self.start.resumed:
+            self._publish(version)  # generators start from model.path, which is version 0
+        self.inbox.want(version)
+        for step in range(version, last):
+            self._step(step)
+        evals = self.inbox.await_eval(last, self.config.eval.deadline_s)
+        if self.recorder is not None:
+            self.recorder.evaluations(evals)
+
+    def _step(self, step: int) -> None:
+        with self.tracer.span("learner/wait_batch"):
+            delivery = self.inbox.take(step)
+        with self.tracer.span("learner/build"):
+            batch = build_step(
+                delivery.groups,
+                version=step,
+                max_staleness=self.config.pipeline.max_staleness,
+                advantage=ADVANTAGES[self.config.algorithm.advantage],
+                share_prompts=self.config.learner.share_prompts,
+                micro_batch_tokens=self.config.learner.micro_batch_tokens,
+                skip_zero_advantage=True,
+            )
+        result = train_step(
+            self.policy,
+            self.optimizer,
+            split_for_ranks(batch, self.ranks.rank, self.ranks.world),
+            loss=bind_loss(self.config),
+            temperature=self.config.sampling.temperature,
+            ranks=self.ranks,
+            tracer=self.tracer,
+        )
+        self._check_finite(step, result)
+        if step + 1 < self.config.pipeline.num_steps:
+            self.inbox.want(step + 1)
+        self._publish(step + 1)
+        self._save(step + 1, delivery)
+        if self.recorder is not None:
+            with self.tracer.span("learner/record"):
+                self.recorder.rollouts(step, delivery)
+            self.recorder.step(delivery, batch=batch, result=result, spans=self.tracer.totals())
+
+    def _check_finite(self, step: int, result: StepResult) -> None:
+        if result.skipped:
+            log.warning("step %d changed no weight: %s", step, result.skipped)
+        self._num_skipped = self._num_skipped + 1 if result.skipped == "not finite" else 0
+        limit = self.config.optimizer.max_skipped_steps
+        if self._num_skipped >= limit:
+            raise NonFiniteLossError(
+                f"loss or gradient not finite in {limit} steps in a row, the last of them step {step} "
+                "(optimizer.max_skipped_steps); lower optimizer.learning_rate, or look at mismatch/* "
+                "in metrics.jsonl"
+            )
+
+    def _publish(self, version: int) -> None:
+        with self.tracer.span("learner/snapshot"):
+            snapshot = self.snapshotter.take(version)
+        if self.publisher is not None and snapshot is not None:
+            self.publisher.publish(snapshot, final=version == self.config.pipeline.num_steps)
+
+    def _save(self, version: int, delivery: Delivery) -> None:
+        every = self.config.checkpoint.every_steps
+        last = version == self.config.pipeline.num_steps
+        if not last and (every == 0 or version % every != 0):
+            return
+        with self.tracer.span("learner/checkpoint"):
+            checkpoint.save(
+                self.run_dir / "checkpoints",
+                checkpoint.CheckpointFacts(
+                    version=version,
+                    epoch=self.start.epoch,
+                    cursor=delivery.batch.cursor if delivery.batch is not None else 0,
+                    config_digest=self.config.digest,
+                    run_name=self.config.name,
+                ),
+                self.policy,
+                self.optimizer,
+                tokenizer=self.tokenizer,
+                num_kept=self.config.checkpoint.num_kept,
+                ranks=self.ranks,
+            )
+
+
+def bind_loss(config: RunConfig) -> Loss:
+    """The configured loss with its settings, which are named like its keyword arguments."""
+    settings = config.algorithm.loss.model_dump(exclude={"kind"})
+    return partial(LOSSES[config.algorithm.loss.kind], **settings)

@@ -1,0 +1,122 @@
+"""Writes the run folder: metrics.jsonl, evals.jsonl, rollouts.jsonl, and W&B if asked. Rank 0 only."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.learner import records
+from asyncrl.learner.batch import StepBatch
+from asyncrl.learner.inbox import Delivery
+from asyncrl.learner.step import StepResult
+from asyncrl.telemetry.metrics import resolve
+from asyncrl.telemetry.sinks import JsonlSink, Sink, WandbSink
+from asyncrl.wire.messages import Batch, EvalDone
+
+_TIMED = (
+    "wait_batch", "build", "forward", "backward", "optimizer", "snapshot", "checkpoint", "record",
+)  # fmt: skip
+_BUSY = ("build", "forward", "backward", "optimizer", "snapshot")
+
+
+class Recorder:
+    """Turns a step's sums into one record and hands it to the sinks."""
+
+    def __init__(self, config: RunConfig, *, run_dir: Path, run_id: str) -> None:
+        self._num_generators = config.pipeline.num_generators
+        self._rollouts = JsonlSink(run_dir / "rollouts.jsonl")
+        self._evals = JsonlSink(run_dir / "evals.jsonl")
+        self._sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
+        if config.telemetry.wandb != "off":
+            self._sinks.append(
+                WandbSink(
+                    mode=config.telemetry.wandb,
+                    project=config.telemetry.wandb_project,
+                    name=config.name,
+                    run_id=run_id,
+                    config=config.model_dump(mode="json"),
+                    folder=run_dir,
+                )
+            )
+        self._start_s = self._last_s = time.monotonic()
+        self._last_spans: dict[str, float] = {}
+        self._last_counters: dict[str, float] = {}
+
+    def rollouts(self, step: int, delivery: Delivery) -> None:
+        """One line for every rollout of the step's batch."""
+        generators = {}
+        if delivery.batch is not None:
+            generators = {ref.group_id: ref.generator for ref in delivery.batch.groups}
+        for group in delivery.groups:
+            name = generators.get(group.group_id, "")
+            for index, rollout in enumerate(group.rollouts):
+                line = records.rollout_record(step, group, index, rollout, generator=name)
+                self._rollouts.write(line)
+
+    def step(
+        self,
+        delivery: Delivery,
+        *,
+        batch: StepBatch,
+        result: StepResult,
+        spans: dict[str, float],
+    ) -> None:
+        """One record of the step that trained `batch.version`; `spans` are the tracer's totals."""
+        now_s = time.monotonic()
+        step_s = max(now_s - self._last_s, 1e-9)
+        self._last_s = now_s
+        sums = batch.sums | records.batch_sums(delivery.groups) | result.sums | result.values
+        sums["rate/trained_tokens_per_s"] = batch.num_tokens / step_s
+        sums |= self._times(spans, step_s)
+        if delivery.batch is not None:
+            sums |= self._broker_values(delivery.batch, step_s)
+        record = {
+            "step": batch.version,
+            "version": batch.version + 1,
+            "time_s": round(now_s - self._start_s, 3),
+        }
+        record |= resolve(sums, batch.counts | {"measured": result.num_measured})
+        if result.skipped:
+            record["skipped"] = result.skipped
+        for sink in self._sinks:
+            sink.write(record)
+
+    def _broker_values(self, batch: Batch, step_s: float) -> dict[str, float]:
+        """Ledger, generators' rates and the newest evaluation, as the Batch brought them."""
+        values = records.ledger_values(batch) | records.generator_values(
+            batch.counters,
+            self._last_counters,
+            step_s=step_s,
+            num_generators=self._num_generators,
+        )
+        values["staleness/queued_s"] = sum(ref.queued_s for ref in batch.groups)
+        self._last_counters = dict(batch.counters)
+        self.evaluations(batch.evals)
+        if batch.evals:
+            values |= records.eval_values(batch.evals[-1])
+        return values
+
+    def _times(self, spans: dict[str, float], step_s: float) -> dict[str, float]:
+        """Seconds of this step by phase, from the tracer's running totals."""
+        spent = {
+            name: spans.get(f"learner/{name}", 0.0) - self._last_spans.get(f"learner/{name}", 0.0)
+            for name in _TIMED
+        }
+        self._last_spans = spans
+        times = {f"time/{name}_s": seconds for name, seconds in spent.items()}
+        times["time/step_s"] = step_s
+        times["learner/busy_frac"] = min(1.0, sum(spent[name] for name in _BUSY) / step_s)
+        return times
+
+    def evaluations(self, evals: Sequence[EvalDone]) -> None:
+        """One line for every evaluation, on its own axis: the version."""
+        for evaluation in evals:
+            self._evals.write(
+                evaluation.model_dump(exclude={"kind"})
+                | {"time_s": round(time.monotonic() - self._start_s, 3)}
+            )
+
+    def close(self) -> None:
+        """Flush every sink, in bounded time."""
+        for sink in (self._rollouts, self._evals, *self._sinks):
+            sink.close()

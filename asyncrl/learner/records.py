@@ -1,0 +1,93 @@
+"""What a step leaves behind: metric sums of the batch, one line a rollout, one record a step."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl.types import Rollout, RolloutGroup
+from asyncrl.wire.messages import Batch, EvalDone
+
+_GENERATOR_BUSY = ("generator/decode", "generator/eval", "generator/adopt")
+
+
+def batch_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Metric sums over a batch's rollouts and groups, trained or not."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scores = [r.verdict.score for r in rollouts if r.verdict.score is not None]
+    best = max(scores, default=0.0)
+    group_scores = [
+        [r.verdict.score for r in group.rollouts if r.verdict.score is not None] for group in groups
+    ]
+    sums = {
+        "reward/mean": float(np.sum(scores)),
+        "groups/frac_solved": float(
+            sum(bool(s) and best > 0 and min(s) >= best for s in group_scores)
+        ),
+        "rollouts/unscored_frac": float(len(rollouts) - len(scores)),
+        "tokens/completion_mean": float(sum(len(r.completion_tokens) for r in rollouts)),
+        "tokens/truncated_frac": float(sum(r.finish_reason == "length" for r in rollouts)),
+    }
+    if scores:
+        sums["reward/std"] = float(np.std(scores))
+    return sums
+
+
+def ledger_values(batch: Batch) -> dict[str, float]:
+    """The ledger's counts as metrics.
+
+    Raises:
+        AssertionError: the books do not close (a bug of the broker).
+    """
+    ledger = batch.ledger.model_dump()
+    parts = sum(count for name, count in ledger.items() if name != "admitted")
+    assert parts == ledger["admitted"], f"the ledger does not balance: {ledger}"
+    return {f"ledger/{name}": float(count) for name, count in ledger.items()}
+
+
+def generator_values(
+    now: Mapping[str, float], before: Mapping[str, float], *, step_s: float, num_generators: int
+) -> dict[str, float]:
+    """Rates of all generators together, from their running totals at this batch and the last."""
+    busy_s = sum(now.get(name, 0.0) - before.get(name, 0.0) for name in _GENERATOR_BUSY)
+    sampled = now.get("sampled_tokens", 0.0) - before.get("sampled_tokens", 0.0)
+    return {
+        "generator/busy_frac": min(1.0, busy_s / (step_s * num_generators)),
+        "rate/sampled_tokens_per_s": sampled / step_s,
+        "scoring/timeouts": now.get("verdict/timeout", 0.0),
+        "scoring/errors": now.get("verdict/error", 0.0),
+        "prompts/too_long": now.get("prompts/too_long", 0.0),
+    }
+
+
+def eval_values(evaluation: EvalDone) -> dict[str, float]:
+    """An evaluation as metrics."""
+    return {
+        "eval/score": evaluation.mean_score,
+        "eval/version": float(evaluation.version),
+        "eval/unscored": float(evaluation.num_unscored),
+        "eval/tokens_mean": evaluation.mean_tokens,
+    }
+
+
+def rollout_record(
+    step: int, group: RolloutGroup, index: int, rollout: Rollout, *, generator: str
+) -> dict[str, Any]:
+    """One trained rollout as a line of rollouts.jsonl."""
+    return {
+        "step": step,
+        "group_id": group.group_id,
+        "index": index,
+        "ordinal": group.ordinal,
+        "generator": generator,
+        "prompt": group.prompt_text,
+        "answer": group.answer,
+        "text": rollout.text,
+        "score": rollout.verdict.score,
+        "verdict": rollout.verdict.status,
+        "detail": rollout.verdict.detail,
+        "finish_reason": rollout.finish_reason,
+        "num_tokens": len(rollout.completion_tokens),
+        "version_spans": [[s.version, s.start, s.end] for s in rollout.version_spans],
+        "mean_behaviour_logprob": round(float(np.mean(rollout.behaviour_logprobs)), 5),
+    }

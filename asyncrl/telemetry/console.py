@@ -1,0 +1,91 @@
+"""The live view: one line a step and one an evaluation, read from the run folder's records."""
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.telemetry.overlap import run_overlap
+
+_PHASES = ("wait_batch", "forward", "backward", "optimizer", "snapshot", "checkpoint")
+
+
+class Follower:
+    """Yields the records appended to a JSON-lines file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Records whose line is complete; a file that does not exist yet has none."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                yield json.loads(line)
+
+
+def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) -> str:
+    """One step: reward, staleness, both sides' rates and busy shares, where the learner's time went."""
+
+    def number(name: str, form: str = ".2f") -> str:
+        return format(record[name], form) if name in record else "-"
+
+    step_s = record["time/step_s"]
+    shares = [
+        f"{phase} {100 * record[f'time/{phase}_s'] / step_s:.0f}%"
+        for phase in _PHASES
+        if step_s > 0 and record.get(f"time/{phase}_s", 0.0) / step_s >= 0.01
+    ]
+    skipped = "  SKIPPED" if record.get("optimizer/skipped") else ""
+    return (
+        f"step {record['step'] + 1:>3}/{num_steps}  reward {number('reward/mean')}  "
+        f"staleness {number('staleness/mean')} (max {number('staleness/max', '.0f')} of "
+        f"{max_staleness})  generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
+        f"{number('generator/busy_frac', '.0%')} busy  train "
+        f"{number('rate/trained_tokens_per_s', '.0f')} tok/s {number('learner/busy_frac', '.0%')} "
+        f"busy  [{step_s:.1f} s: {', '.join(shares)}]{skipped}"
+    )
+
+
+def eval_line(record: Mapping[str, Any]) -> str:
+    """One evaluation."""
+    return (
+        f"held-out score {record['mean_score']:.3f} at version {record['version']} "
+        f"({record['num_samples']} samples, {record['num_unscored']} unscored, "
+        f"{record['seconds']:.0f} s)"
+    )
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All complete records of a JSON-lines file, [] if it does not exist."""
+    return list(Follower(path).new())
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """What a run achieved, from its records: the numbers that results and READMEs quote."""
+    steps = read_records(run_dir / "metrics.jsonl")
+    evals = sorted(read_records(run_dir / "evals.jsonl"), key=lambda record: record["version"])
+    found: dict[str, Any] = {"steps": len(steps)}
+    if steps:
+        found["train_minutes"] = round(
+            (steps[-1]["time_s"] - steps[0]["time_s"] + steps[0]["time/step_s"]) / 60, 2
+        )
+        found["max_staleness"] = int(max(record["staleness/max"] for record in steps))
+        found["mean_staleness"] = round(
+            statistics.fmean(record["staleness/mean"] for record in steps), 3
+        )
+        found["reward_first"] = round(steps[0]["reward/mean"], 4)
+        found["reward_last"] = round(steps[-1]["reward/mean"], 4)
+    if evals:
+        found["held_out_before"] = round(evals[0]["mean_score"], 4)
+        found["held_out_after"] = round(evals[-1]["mean_score"], 4)
+        found["held_out_samples"] = evals[-1]["num_samples"]
+        found["held_out_curve"] = [[e["version"], round(e["mean_score"], 4)] for e in evals]
+    return found | run_overlap(run_dir)

@@ -1,0 +1,108 @@
+"""Every metric, declared once: name, unit, how it is reduced, what it means.
+
+Code emits sums and counts; `resolve` is the one place that divides, after sums were reduced over ranks.
+A name may carry "@d", the staleness bucket d; it then shares the declaration of the part before it. A
+name that is not declared here raises, so a typo cannot make a new curve.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["token", "measured", "rollout", "scored", "group", "value"]
+"""What a sum is divided by: trained tokens (N), tokens that went through the forward pass, rollouts,
+scored rollouts, groups; or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Declaration of one metric."""
+
+    unit: str
+    reduction: Reduction
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("score", "scored", "mean score of the batch"),
+    "reward/std": Metric("score", "value", "standard deviation of the scores over the batch"),
+    "groups/frac_mixed": Metric("1", "group", "groups whose scores differ: the ones that teach"),
+    "groups/frac_solved": Metric("1", "group", "groups with every score at the batch's maximum"),
+    "rollouts/unscored_frac": Metric("1", "rollout", "rollouts without a score (timeout, error)"),
+    "tokens/trained": Metric("tokens", "value", "N: completion tokens that count in the loss"),
+    "tokens/completion_mean": Metric("tokens", "rollout", "sampled tokens of a rollout"),
+    "tokens/truncated_frac": Metric("1", "rollout", "rollouts that ended by the length limit"),
+    "tokens/forward": Metric("tokens", "value", "tokens the learner computed, prompts included"),
+    "staleness/mean": Metric("versions", "token", "staleness of the trained tokens"),
+    "staleness/max": Metric("versions", "value", "staleness of the oldest trained token; <= k"),
+    "staleness/tokens": Metric("tokens", "value", "trained tokens of staleness d"),
+    "staleness/queued_s": Metric("s", "group", "seconds a group waited in the queue"),
+    "loss/policy": Metric("nats", "token", "policy loss"),
+    "ratio/clipped_high": Metric("1", "measured", "tokens clipped above (A > 0)"),
+    "ratio/clipped_low": Metric("1", "measured", "tokens clipped below (A < 0)"),
+    "ratio/dual_clipped": Metric("1", "measured", "tokens whose loss the dual clip bounds (A < 0)"),
+    "tis/weight": Metric("1", "measured", "behaviour weight min(C, pi_prox / mu)"),
+    "tis/truncated": Metric("1", "measured", "tokens whose weight was truncated at C"),
+    "mismatch/tokens": Metric("tokens", "value", "tokens the mismatch was measured on"),
+    "mismatch/nonfinite": Metric("tokens", "value", "behaviour log-probs that were not finite"),
+    "mismatch/clamped": Metric("tokens", "value", "log-ratios beyond +-20, clamped"),
+    "mismatch/k1": Metric("nats", "value", "mean of log mu - log pi: KL(mu || pi)"),
+    "mismatch/k3": Metric("nats", "value", "mean of e^y - 1 - y, y = log pi - log mu"),
+    "mismatch/abs": Metric("nats", "value", "mean |log pi - log mu|"),
+    "mismatch/exp_abs": Metric("1", "value", "mean exp |log pi - log mu|"),
+    "mismatch/max": Metric("nats", "value", "largest |log pi - log mu|"),
+    "mismatch/ess": Metric("1", "value", "effective sample size, share of tokens"),
+    "policy/entropy": Metric("nats", "value", "entropy of the policy at the measured tokens"),
+    "optimizer/grad_norm": Metric("1", "value", "gradient norm before clipping"),
+    "optimizer/learning_rate": Metric("1", "value", "learning rate of the step"),
+    "optimizer/skipped": Metric("1", "value", "1 if the step changed no weight"),
+    "ledger/admitted": Metric("groups", "value", "groups started so far"),
+    "ledger/trained": Metric("groups", "value", "groups trained so far, this batch included"),
+    "ledger/dropped_stale": Metric("groups", "value", "groups dropped as too old"),
+    "ledger/dropped_filtered": Metric("groups", "value", "groups dropped without signal"),
+    "ledger/failed": Metric("groups", "value", "started groups that did not finish"),
+    "ledger/queued": Metric("groups", "value", "finished groups waiting"),
+    "ledger/in_flight": Metric("groups", "value", "groups being sampled or scored"),
+    "rate/trained_tokens_per_s": Metric("tokens/s", "value", "trained tokens over the step's time"),
+    "rate/sampled_tokens_per_s": Metric("tokens/s", "value", "sampled tokens, all generators"),
+    "learner/busy_frac": Metric("1", "value", "share of the step the learner computed"),
+    "generator/busy_frac": Metric("1", "value", "share of the step the generators computed"),
+    "time/step_s": Metric("s", "value", "wall clock of the step"),
+    "time/wait_batch_s": Metric("s", "value", "learner waiting for a batch"),
+    "time/build_s": Metric("s", "value", "advantages, packing, staleness check"),
+    "time/forward_s": Metric("s", "value", "forward passes and loss"),
+    "time/backward_s": Metric("s", "value", "backward passes"),
+    "time/optimizer_s": Metric("s", "value", "gradient clipping and optimizer"),
+    "time/snapshot_s": Metric("s", "value", "copying weights for publication"),
+    "time/checkpoint_s": Metric("s", "value", "saving"),
+    "time/record_s": Metric("s", "value", "writing rollouts and metrics"),
+    "eval/score": Metric("score", "value", "mean score on held-out problems"),
+    "eval/version": Metric("versions", "value", "version that eval/score belongs to"),
+    "eval/unscored": Metric("samples", "value", "held-out samples without a score"),
+    "eval/tokens_mean": Metric("tokens", "value", "mean completion tokens in the evaluation"),
+    "scoring/timeouts": Metric("verdicts", "value", "verdicts that hit the deadline so far"),
+    "scoring/errors": Metric("verdicts", "value", "verdicts that failed so far"),
+    "prompts/too_long": Metric("prompts", "value", "prompts skipped as too long so far"),
+}
+
+
+def resolve(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+    """Divide sums by their counts.
+
+    Args:
+        sums: by metric name, "@d" allowed.
+        counts: "token", "measured", "rollout", ...; a metric whose count is 0 is left out.
+
+    Raises:
+        KeyError: a name that METRICS does not declare.
+    """
+    resolved = {}
+    for name, value in sums.items():
+        metric = METRICS.get(name.partition("@")[0])
+        if metric is None:
+            raise KeyError(f"metric {name!r} is not declared in telemetry/metrics.py")
+        divisor = 1.0 if metric.reduction == "value" else counts[metric.reduction]
+        if divisor and math.isfinite(value):
+            resolved[name] = value / divisor
+    return resolved

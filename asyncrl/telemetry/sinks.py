@@ -1,0 +1,98 @@
+"""Where records go: JSON lines always, Weights & Biases if asked.
+
+The JSON-lines files of the run folder are the record; W&B is a view of it. W&B runs on a thread behind
+a bounded queue: a slow or dead network never slows a step, and rows that did not fit are counted.
+"""
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+log = logging.getLogger(__name__)
+
+_QUEUE_ROWS = 1000
+_CLOSE_S = 20.0
+
+
+class Sink(Protocol):
+    """Takes one flat record a step."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Store or forward `record`; never blocks on a network."""
+
+    def close(self) -> None:
+        """Flush, within a bounded time."""
+
+
+class JsonlSink:
+    """One JSON object a line, flushed at once; a resumed run appends."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append `record`; NaN and infinity are refused, since JSON has neither."""
+        self._file.write(json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class WandbSink:
+    """Forwards records to one W&B run from a thread of its own."""
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["online", "offline"],
+        project: str,
+        name: str,
+        run_id: str,
+        config: Mapping[str, Any],
+        folder: Path,
+    ) -> None:
+        self._settings = {
+            "mode": mode, "project": project, "name": name, "id": run_id, "config": dict(config),
+            "dir": str(folder), "resume": "allow",
+        }  # fmt: skip
+        self._rows: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_QUEUE_ROWS)
+        self.num_dropped = 0
+        self._thread = threading.Thread(target=self._forward, name="wandb", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Queue `record`; a full queue drops it, counts it, and training goes on."""
+        try:
+            self._rows.put_nowait(dict(record))
+        except queue.Full:
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """Let the thread finish what is queued, for at most 20 s."""
+        try:
+            self._rows.put(None, timeout=1.0)
+        except queue.Full:
+            log.warning("W&B is too slow: rows are left behind (metrics.jsonl has them all)")
+        self._thread.join(_CLOSE_S)
+        if self.num_dropped:
+            log.warning("%d rows did not reach W&B; metrics.jsonl has them all", self.num_dropped)
+
+    def _forward(self) -> None:
+        import wandb  # the one place that needs it; importing takes a second
+
+        try:
+            run = wandb.init(**self._settings)
+            run.define_metric("step")
+            run.define_metric("*", step_metric="step")
+            run.define_metric("eval/*", step_metric="eval/version")
+            while (row := self._rows.get()) is not None:
+                run.log(dict(row))
+            run.finish()
+        except (wandb.Error, OSError) as error:
+            log.warning("W&B is off from here on: %s", error)

@@ -1,0 +1,224 @@
+"""The generator's side of the weight path: fetches announced versions beside the decode.
+
+Invariant: what `ready` returns is complete and every byte matches the announced digest; until
+then, and after any error, the generator keeps the weights it has. One thread fetches one version
+at a time; of the announcements given meanwhile only the newest is fetched next. A version that
+its publisher has retired is not an error: a newer announcement is on its way (`num_superseded`
+counts them).
+
+| state of the thread | leaves it by                                                       |
+|---------------------|--------------------------------------------------------------------|
+| idle                | start(announcement)                                                |
+| fetching            | staged; superseded -> idle; error -> idle, and ready()/wait() raise|
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from asyncrl.errors import ProtocolError
+from asyncrl.weights.buffers import SHM_DIR, check_run_id
+from asyncrl.weights.fetch import ChunkFetcher, Fetched, map_snapshot
+from asyncrl.weights.handover import Handover
+from asyncrl.weights.manifest import tensor_views
+from asyncrl.wire.messages import Announcement
+
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class StagedWeights:
+    """One verified version in this process's memory, until `release`."""
+
+    def __init__(
+        self, fetched: Fetched, *, start_s: float, end_s: float, on_release: Callable[[], None]
+    ) -> None:
+        self.epoch = fetched.manifest.epoch
+        self.version = fetched.manifest.version
+        self.num_bytes = fetched.manifest.total_bytes
+        self.start_s = start_s
+        """When the fetch began, in seconds of time.monotonic()."""
+
+        self.end_s = end_s
+        """When it was verified, same clock."""
+
+        self._fetched: Fetched | None = fetched
+        self._on_release = on_release
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, values) of every tensor, in the manifest's order; views, valid until `release`.
+
+        Raises:
+            ValueError: the weights were released.
+        """
+        if self._fetched is None:
+            raise ValueError(f"the weights of version {self.version} were released")
+        return tensor_views(memoryview(self._fetched.memory), self._fetched.manifest.tensors)
+
+    def release(self) -> None:
+        """Give the memory back; idempotent."""
+        if self._fetched is not None:
+            self._fetched = None
+            self._on_release()
+
+
+class Subscriber:
+    """Fetches the versions of one run; its methods are called from one thread."""
+
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        chunks_in_flight: int = 8,
+        timeout_s: float = 60.0,
+        max_total_bytes: int = 2**38,
+        token: str = "",
+        shm_dir: Path = SHM_DIR,
+    ) -> None:
+        """Nothing is fetched before the first `start`.
+
+        Args:
+            run_id: versions of other runs are refused.
+            chunks_in_flight: chunks asked for at a time (tcp).
+            timeout_s: an answer that takes longer is an error (tcp).
+            max_total_bytes: larger versions are refused before any memory is taken.
+            token: key to present (tcp).
+            shm_dir: the only directory that files are read from (shm).
+
+        Raises:
+            ConfigError: the run id cannot name files.
+        """
+        self._run_id = check_run_id(run_id)
+        self._max_total_bytes = max_total_bytes
+        self._shm_dir = shm_dir
+        self._fetcher = ChunkFetcher(
+            run_id,
+            token=token,
+            chunks_in_flight=chunks_in_flight,
+            timeout_s=timeout_s,
+            max_total_bytes=max_total_bytes,
+        )
+        self.num_superseded = 0
+        """Versions that were gone before they were fetched."""
+
+        self._changed = threading.Condition()
+        self._failure = Handover()
+        self._newest = (-1, -1)
+        self._retryable = False
+        self._target: Announcement | None = None
+        self._busy = False
+        self._closing = False
+        self._staged: StagedWeights | None = None
+        self._num_held = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self, announcement: Announcement) -> None:
+        """Fetch this version next; returns at once. The same again is a no-op unless it failed.
+
+        Raises:
+            ProtocolError: it is older than one that was given before.
+        """
+        name = (announcement.epoch, announcement.version)
+        with self._changed:
+            if name < self._newest:
+                raise ProtocolError(
+                    f"(epoch, version) {name} was announced after {self._newest}; names must rise"
+                )
+            if name == self._newest and not self._retryable:
+                return
+            self._newest = name
+            self._retryable = False
+            self._target = announcement
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="subscriber", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def ready(self) -> StagedWeights | None:
+        """The version that is complete, once; None while there is none. Never blocks.
+
+        Raises:
+            PeerLostError: the publisher did not answer in time.
+            WeightMismatchError: digests, sizes or names do not fit; nothing was staged.
+            ProtocolError: the publisher refused, or the announcement names another place or run.
+        """
+        with self._changed:
+            self._failure.raise_if_failed(forget=True)
+            staged, self._staged = self._staged, None
+            return staged
+
+    def wait(self, timeout_s: float) -> StagedWeights | None:
+        """`ready`, waiting up to `timeout_s`; None at once when nothing is being fetched."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not (self._staged or self._failure.failed) and (self._busy or self._target):
+                if not self._changed.wait(deadline - time.monotonic()):
+                    break
+        return self.ready()
+
+    def close(self) -> None:
+        """Stop fetching; weights that were handed out stay valid."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._fetcher.stop()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _work(self) -> None:
+        try:
+            while (announcement := self._next_target()) is not None:
+                with self._failure:
+                    self._stage(announcement)
+                self._finish()
+        finally:
+            self._fetcher.close()
+
+    def _next_target(self) -> Announcement | None:
+        with self._changed:
+            self._changed.wait_for(self._can_go_on)
+            target, self._target = self._target, None
+            self._busy = True
+            return None if self._closing else target
+
+    def _can_go_on(self) -> bool:
+        # tcp has one staging buffer: it is free once the version in it was released.
+        target = self._target
+        is_free = target is not None and (target.transport == "shm" or self._num_held == 0)
+        return self._closing or is_free
+
+    def _stage(self, announcement: Announcement) -> None:
+        start_s = time.monotonic()
+        if announcement.transport == "shm":
+            fetched = map_snapshot(
+                announcement,
+                run_id=self._run_id,
+                shm_dir=self._shm_dir,
+                max_total_bytes=self._max_total_bytes,
+            )
+        else:
+            fetched = self._fetcher.fetch(announcement)
+        with self._changed:
+            if fetched is None:
+                self.num_superseded += 1
+                return
+            if self._staged is not None:  # never handed out
+                self._staged.release()
+            self._num_held += 1
+            self._staged = StagedWeights(
+                fetched, start_s=start_s, end_s=time.monotonic(), on_release=self._on_release
+            )
+
+    def _finish(self) -> None:
+        with self._changed:
+            self._busy = False
+            if self._failure.failed and self._target is None:
+                self._retryable = True
+            self._changed.notify_all()
+
+    def _on_release(self) -> None:
+        with self._changed:
+            self._num_held -= 1
+            self._changed.notify_all()

@@ -1,0 +1,150 @@
+"""Bad input ends in one clear sentence and exit code 2, or in a counted verdict; nothing hangs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import make_tiny_model
+from tests.process.runs import finish, records, start_run, write_config
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("pipeline.max_stale=1", ["pipeline.max_stale", "did you mean pipeline.max_staleness"]),
+        ("pipeline.max_staleness=-1", ["pipeline.max_staleness", "-1"]),
+        ("pipeline.max_staleness=1.5", ["pipeline.max_staleness", "1.5"]),
+        ("pipeline.group_size=1", ["pipeline.group_size=1", "baseline"]),
+        ("sampling.top_p=0.9", ["sampling.top_p=0.9", "eval.sampling"]),
+        ("optimizer.learning_rate=0", ["optimizer.learning_rate"]),
+        ("optimizer.max_grad_norm=0", ["optimizer.max_grad_norm"]),
+        ("model.path=models/nothing-here", ["models/nothing-here", "config.json"]),
+        ("broker.address=tcp://0.0.0.0:5555", ["broker.token_path"]),
+        ("nonsense", ["section.key=value"]),
+        ("engine.max_completion_tokens=4096", ["learner.micro_batch_tokens"]),
+    ],
+)
+def test_a_bad_setting_is_named_before_anything_starts(
+    model: Path, tmp_path: Path, override: str, words: list[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    code, output = finish(start_run(write_config(tmp_path, model), run_dir, override), timeout_s=30)
+    assert code == 2, output
+    for word in words:
+        assert word in output
+    assert "Traceback" not in output
+    assert not (run_dir / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["empty"]),
+        ('{"prompt": "a", "answer": "b"}\n{"prompt": \n', ["line 2"]),
+        ('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n', ["line 2", "answer"]),
+        ('{"prompt": "a", "answer": "b"}\n[1]\n', ["line 2"]),
+    ],
+)
+def test_a_broken_data_file_is_named_with_its_line(
+    model: Path, tmp_path: Path, content: str, words: list[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(content)
+    code, output = finish(
+        start_run(
+            write_config(tmp_path, model), tmp_path / "run",
+            "task.kind=jsonl", f'task.path="{data}"',
+        ),
+        timeout_s=30,
+    )  # fmt: skip
+    assert code == 2, output
+    for word in [str(data), *words]:
+        assert word in output
+    assert "Traceback" not in output
+
+
+SCORER = """
+import time
+
+def score(prompt, completion, answer):
+    kind = int(prompt.split(":")[0]) % 5
+    if kind == 1:
+        raise RuntimeError("scorer broke")
+    if kind == 2:
+        return float("nan")
+    if kind == 3 and "a" in completion:
+        while True:
+            pass
+    return float(len(completion) % 2)
+"""
+
+
+def test_a_scorer_that_raises_hangs_or_returns_nan_is_counted_and_nothing_is_lost(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "scorer.py").write_text(SCORER)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "{i}:", "answer": "x"}}\n' for i in range(40)))
+    run_dir = tmp_path / "run"
+    code, output = finish(
+        start_run(
+            write_config(tmp_path, model), run_dir,
+            "task.kind=jsonl", f'task.path="{data}"', f'task.scorer="{tmp_path}/scorer.py:score"',
+            "scoring.deadline_s=0.5", "pipeline.num_steps=3", "pipeline.groups_per_step=2",
+        )
+    )  # fmt: skip
+    assert code == 0, output
+    steps = records(run_dir)
+    assert len(steps) == 3
+    assert steps[-1]["ledger/admitted"] == sum(
+        steps[-1][f"ledger/{part}"]
+        for part in ("trained", "dropped_stale", "dropped_filtered", "failed", "queued", "in_flight")
+    )
+    # A group whose scores all failed never reaches the learner; a partly failed one trains the rest.
+    for rollout in records(run_dir, "rollouts"):
+        assert (rollout["score"] is None) == (rollout["verdict"] != "scored")
+    assert steps[-1]["ledger/failed"] > 0
+
+
+def test_prompts_longer_than_the_limit_are_skipped_and_counted(
+    model: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = [f'{{"prompt": "{"x" * (60 if i % 4 == 0 else 5)}{i}:", "answer": "x"}}' for i in range(40)]
+    data.write_text("\n".join(rows) + "\n")
+    run_dir = tmp_path / "run"
+    code, output = finish(
+        start_run(
+            write_config(tmp_path, model), run_dir,
+            "task.kind=jsonl", f'task.path="{data}"', "pipeline.num_steps=4",
+        )
+    )  # fmt: skip
+    assert code == 0, output
+    assert len(records(run_dir)) == 4
+    assert len(records(run_dir, "rollouts")) == 4 * 4 * 4
+    assert all("xxxxxxxxxx" not in rollout["prompt"] for rollout in records(run_dir, "rollouts"))
+    assert records(run_dir)[-1]["prompts/too_long"] > 0
+
+
+def test_config_prints_a_file_that_reads_back(model: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model)
+    command = [sys.executable, "-m", "asyncrl", "config"]
+    first = subprocess.run(
+        [*command, str(config), "pipeline.max_staleness=4"], capture_output=True, text=True, check=True
+    )
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(first.stdout)
+    second = subprocess.run(
+        [*command, str(resolved)], capture_output=True, text=True, check=True
+    )
+    assert second.stdout == first.stdout
+    assert "max_staleness = 4" in first.stdout

@@ -1,0 +1,191 @@
+"""Whole runs with real processes on loopback."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.models import make_tiny_model
+from tests.process.runs import (
+    alive,
+    command_of,
+    descendants,
+    finish,
+    records,
+    start_run,
+    write_config,
+)
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+LEDGER_PARTS = ("trained", "dropped_stale", "dropped_filtered", "failed", "queued", "in_flight")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def assert_books_close(steps: list[dict]) -> None:
+    for record in steps:
+        parts = sum(record[f"ledger/{name}"] for name in LEDGER_PARTS)
+        assert parts == record["ledger/admitted"], record
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 4])
+def test_no_trained_token_is_older_than_k_and_the_ledger_balances(
+    model: Path, tmp_path: Path, k: int
+) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, model)
+    code, output = finish(start_run(config, run_dir, f"pipeline.max_staleness={k}"))
+    assert code == 0, output
+    steps = records(run_dir)
+    assert [record["step"] for record in steps] == list(range(8))
+    assert max(record["staleness/max"] for record in steps) <= k
+    assert_books_close(steps)
+    assert steps[-1]["ledger/trained"] == 8 * 4  # num_steps * groups_per_step
+    rollouts = records(run_dir, "rollouts")
+    assert len(rollouts) == 8 * 4 * 4  # and group_size
+    for rollout in rollouts:
+        oldest = rollout["version_spans"][0][0]
+        assert 0 <= rollout["step"] - oldest <= k
+    assert [record["version"] for record in records(run_dir, "evals")] == [0, 8]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["outcome"] == "done"
+    if k == 0:
+        # Synchronous training through the same code: the two sides are never busy together.
+        assert summary["both_busy_s"] == 0.0
+        assert all(record["staleness/max"] == 0 for record in steps)
+    if k == 2:
+        assert summary["both_busy_s"] > 0.0
+
+
+def test_k_holds_while_a_generator_is_stopped_and_continued(model: Path, tmp_path: Path) -> None:
+    """Two generators, one of them frozen by SIGSTOP for a while, again and again."""
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, model)
+    process = start_run(
+        config, run_dir, "pipeline.num_generators=2", "pipeline.max_staleness=1",
+        "pipeline.num_steps=20",
+    )  # fmt: skip
+    done = threading.Event()
+
+    def disturb() -> None:
+        while not done.wait(0.3):
+            slow = [p for p in descendants(process.pid) if "generator-1" in command_of(p)]
+            for pid in slow:
+                try:
+                    os.kill(pid, signal.SIGSTOP)
+                    done.wait(0.6)
+                    os.kill(pid, signal.SIGCONT)
+                except ProcessLookupError:
+                    continue
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        code, output = finish(process)
+    finally:
+        done.set()
+        thread.join()
+    assert code == 0, output
+    steps = records(run_dir)
+    assert len(steps) == 20
+    assert max(record["staleness/max"] for record in steps) <= 1
+    assert_books_close(steps)
+    names = {rollout["generator"] for rollout in records(run_dir, "rollouts")}
+    assert names == {"generator-0", "generator-1"}
+
+
+def test_a_killed_generator_is_restarted_and_no_group_is_lost(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, model)
+    process = start_run(config, run_dir, "pipeline.num_steps=30")
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(records(run_dir)) >= 3, process)
+    victim = next(p for p in descendants(process.pid) if "asyncrl generator" in command_of(p))
+    os.kill(victim, signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "generator-0: killed by SIGKILL" in output
+    steps = records(run_dir)
+    assert len(steps) == 30
+    assert_books_close(steps)
+    ordinals = [rollout["ordinal"] for rollout in records(run_dir, "rollouts")]
+    assert sorted(set(ordinals)) == list(range(30 * 4))  # each prompt trained
+    assert all(ordinals.count(o) == 4 for o in set(ordinals))  # and exactly once (group_size rows)
+
+
+@pytest.mark.parametrize("role", ["learner", "broker"])
+def test_a_killed_learner_or_broker_ends_the_run_with_its_name(
+    model: Path, tmp_path: Path, role: str
+) -> None:
+    run_dir = tmp_path / "run"
+    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=1000")
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(records(run_dir)) >= 2, process)
+    victim = next(p for p in descendants(process.pid) if f"asyncrl {role}" in command_of(p))
+    family = [process.pid, *descendants(process.pid)]
+    os.kill(victim, signal.SIGKILL)
+    code, output = finish(process, timeout_s=60)
+    assert code == 1, output
+    assert f"FAILED: {role}: killed by SIGKILL" in output
+    assert not [pid for pid in family if alive(pid)]
+
+
+def test_ctrl_c_ends_everything_within_ten_seconds(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=1000")
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists(), process)
+    family = descendants(process.pid)
+    assert len(family) >= 4  # broker, learner, generator, scoring worker
+    run_id = json.loads((run_dir / "run.json").read_text())["run_id"]
+    os.kill(process.pid, signal.SIGINT)
+    code, output = finish(process, timeout_s=10)
+    assert code == 130, output
+    assert not [pid for pid in family if alive(pid)]
+    assert not list(Path("/dev/shm").glob(f"asyncrl-{run_id}-*"))
+
+
+def test_no_process_outlives_a_killed_supervisor(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=1000")
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists(), process)
+    family = descendants(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in family):
+        assert time.monotonic() < deadline, [command_of(pid) for pid in family if alive(pid)]
+        time.sleep(0.1)
+    for leftover in Path("/dev/shm").glob(
+        f"asyncrl-{json.loads((run_dir / 'run.json').read_text())['run_id']}-*"
+    ):
+        leftover.unlink()
+
+
+def test_a_resumed_run_goes_on_where_its_checkpoint_ended(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, model)
+    code, output = finish(start_run(config, run_dir, "pipeline.num_steps=4"))
+    assert code == 0, output
+    code, output = finish(
+        start_run(config, run_dir, "pipeline.num_steps=8", "checkpoint.resume=true")
+    )
+    assert code == 0, output
+    steps = records(run_dir)
+    assert [record["step"] for record in steps] == list(range(8))
+    ordinals = {rollout["ordinal"] for rollout in records(run_dir, "rollouts")}
+    assert ordinals == set(range(8 * 4))  # no prompt twice, none left out
+
+
+def wait_for(condition, process, *, timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            output = process.communicate()[0] if process.poll() is not None else "(timeout)"
+            raise AssertionError(f"the run ended or hung early:\n{output}")
+        time.sleep(0.05)

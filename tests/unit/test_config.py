@@ -1,0 +1,103 @@
+"""The configuration: one tree, dotted overrides, errors that name the key."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import RunConfig, read_config, to_toml
+from asyncrl.errors import ConfigError
+
+MINIMAL = """
+[model]
+path = "some/model"
+[task]
+kind = "reverse_digits"
+num_digits = 5
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_overrides_apply_left_to_right_and_fall_back_to_text(file: Path) -> None:
+    config = read_config(file, ["seed=1", "seed=2", "name=abc", "model.path=org/name"])
+    assert (config.seed, config.name, config.model.path) == (2, "abc", "org/name")
+
+
+def test_setting_kind_to_another_variant_resets_the_section(file: Path) -> None:
+    config = read_config(file, ["task.kind=products"])
+    assert config.task.kind == "products"
+    assert config.task.num_digits == 1  # the default of products, not the 5 of reverse_digits
+
+
+def test_setting_kind_to_the_same_variant_keeps_the_section(file: Path) -> None:
+    assert read_config(file, ["task.kind=reverse_digits"]).task.num_digits == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("pipelines.num_steps=3", "did you mean pipeline"),
+        ("pipeline.num_step=3", "did you mean pipeline.num_steps"),
+        ("task.num_digit=3", "did you mean task.num_digits"),
+        ("algorithm.loss.tiscap=3", "did you mean algorithm.loss.tis_cap"),
+        ("model.path.x=3", "path is a value, not a section"),
+        ("seed", "section.key=value"),
+        ("pipeline.max_staleness=-1", "pipeline.max_staleness"),
+        ("pipeline.group_size=1", "pipeline.group_size=1"),
+        ("pipeline.group_size=128", "engine.max_concurrent_completions=64"),
+        ("eval.samples_per_prompt=128", "engine.max_concurrent_completions=64"),
+        ("sampling.top_k=5", "sampling.top_k=5"),
+        ("broker.address=tcp://10.0.0.1:5000", "broker.token_path"),
+        ("task.kind=nothing", "nothing"),
+    ],
+)
+def test_a_bad_override_is_named(file: Path, override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(file, [override])
+    assert words in str(caught.value)
+
+
+def test_a_missing_file_and_broken_toml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.toml"):
+        read_config(tmp_path / "nowhere.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[model\n")
+    with pytest.raises(ConfigError, match=r"broken.toml is not valid TOML.*line 1"):
+        read_config(broken)
+
+
+@given(
+    seed=st.integers(0, 2**62),
+    k=st.integers(0, 64),
+    rate=st.floats(1e-9, 1.0),
+    text=st.text(max_size=20),
+)
+def test_printed_config_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, k: int, rate: float, text: str
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "seed": seed,
+            "model": {"path": text},
+            "task": {"kind": "reasoning_gym", "dataset": text, "params": {"a b": 1, "c": True}},
+            "pipeline": {"max_staleness": k},
+            "optimizer": {"learning_rate": rate},
+        }
+    )
+    path = tmp_path_factory.mktemp("toml") / "printed.toml"
+    path.write_text(to_toml(config))
+    assert read_config(path) == config
+
+
+def test_digest_changes_with_what_processes_must_agree_on_and_only_with_that(file: Path) -> None:
+    base = read_config(file).digest
+    assert read_config(file, ["pipeline.max_staleness=7"]).digest != base
+    assert read_config(file, ["run_dir=elsewhere"]).digest == base
+    assert read_config(file, ["telemetry.trace=false"]).digest == base
