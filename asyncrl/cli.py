@@ -46,9 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, summary: str, do: Callable[[RunConfig, argparse.Namespace], int]) -> (
-        argparse.ArgumentParser
-    ):
+    def command(
+        name: str, summary: str, do: Callable[[RunConfig, argparse.Namespace], int]
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=summary)
         sub.add_argument("config", help="TOML file")
         sub.add_argument("overrides", nargs="*", help="section.key=value, applied left to right")
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--broker", required=True, help="the broker's address")
             default_name = name if name == "learner" else f"{name}-{secrets.token_hex(3)}"
             sub.add_argument("--name", default=default_name, help="unique in the run")
+            sub.add_argument("--incarnation", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
 
@@ -177,13 +178,16 @@ def _generator(config: RunConfig, options: argparse.Namespace) -> int:
             token=_token(config, options),
             run_dir=options.run_dir,
             name=options.name,
+            incarnation=options.incarnation,
         )
 
     return _guard(options.name, options, generate)
 
 
 def _token(config: RunConfig, options: argparse.Namespace) -> str:
-    path = options.token_file or (Path(config.broker.token_path) if config.broker.token_path else None)
+    path = options.token_file or (
+        Path(config.broker.token_path) if config.broker.token_path else None
+    )
     if path is None:
         return ""
     try:
@@ -207,7 +211,7 @@ def _guard(name: str, options: argparse.Namespace, body: Callable[[], None]) -> 
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         body()
-    except Exception as error:  # noqa: BLE001 - the one outermost handler of this process
+    except Exception as error:
         log.exception("%s failed", name)
         record = {"type": type(error).__name__, "message": str(error), "time_s": time.time()}
         path = options.run_dir / "errors" / f"{name}.json"

@@ -96,6 +96,11 @@ class PipelineConfig(Section):
     max_staleness: int = Field(2, ge=0)
     """k: no token is trained on more than this many versions after it was sampled. 0 is synchronous."""
 
+    depth: int = Field(1, ge=1)
+    """Steps' worth of groups that may be open: started and not yet taken by a step. 1 keeps groups
+    fresh, so that a run does not sit at k; more keeps large engines full and hides long tails. Raise it
+    when the learner waits for batches (time/wait_batch_s)."""
+
     groups_per_step: int = Field(8, ge=1)
     """Groups (prompts) that one optimizer step takes."""
 
@@ -417,7 +422,9 @@ def _explain(error: ValidationError) -> str:
         if fault["type"] == "extra_forbidden":
             known = _known_keys()
             near = difflib.get_close_matches(path, known, n=1, cutoff=0.5) or (
-                difflib.get_close_matches(path.split(".")[-1], [k.split(".")[-1] for k in known], n=1)
+                difflib.get_close_matches(
+                    path.split(".")[-1], [k.split(".")[-1] for k in known], n=1
+                )
             )
             message = "unknown key" + (f"; did you mean {near[0]}?" if near else "")
         elif fault["type"] not in ("missing", "value_error"):

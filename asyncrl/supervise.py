@@ -44,6 +44,7 @@ class Child:
     cores: list[int]
     gpus: list[int] | None
     restarts_left: int
+    incarnation: int = 0
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
     joined: bool = False
@@ -151,8 +152,9 @@ class Supervisor:
         log_path = self.run_dir / "logs" / f"{child.name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log_file:
+            again = ["--incarnation", str(child.incarnation)] if child.incarnation else []
             child.process = subprocess.Popen(
-                child.command,
+                [*child.command, *again],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
@@ -219,6 +221,7 @@ class Supervisor:
                 child.finished = True
             elif self._may_restart(child, code):
                 child.restarts_left -= 1
+                child.incarnation += 1
                 self.say(f"{self._cause(child, code)}; restarting it")
                 self._spawn(child)
             else:

@@ -101,6 +101,7 @@ class Epoch:
                 else:
                     self.groups.fail(message.group_id, retry=message.retry)
             case EvalDone():
+                peer.is_evaluating = False
                 self._evals.finish(peer.sender, message)
             case _:
                 raise ProtocolError(f"a generator may not send {message.kind!r} to the broker")
@@ -255,20 +256,27 @@ class Epoch:
 
     def _offer_eval(self, peer: Peer) -> list[Outgoing]:
         """Evaluate, if one is due under what the peer surely holds."""
-        if peer.holds is None or not peer.is_settled or not self._may_sample(peer):
+        if peer.holds is None or peer.offered or peer.is_evaluating:
+            return []
+        if not self._may_sample(peer):
             return []
         version = peer.holds[1]
         if not self._evals.is_due(version):
             return []
         self._evals.assign(peer.sender, version)
+        peer.is_evaluating = True
         return [Outgoing(peer.sender, Evaluate(version=version))]
 
     def _offer_weights(self, peer: Peer) -> list[Outgoing]:
         """The newest Announcement, once to each peer."""
-        if self.newest is None or peer.knows((self.newest.epoch, self.newest.version)):
+        if self.newest is None:
             return []
-        peer.told = (self.newest.epoch, self.newest.version)
+        offer = (self.newest.epoch, self.newest.version)
+        if any(weights >= offer for weights in peer.may_hold):
+            return []
+        peer.offered.append(offer)
         return [Outgoing(peer.sender, self.newest)]
 
     def _may_sample(self, peer: Peer) -> bool:
-        return peer.holds is not None and (peer.holds[0] == self.number or peer.holds[1] == 0)
+        """Whether all weights that the peer may hold by now are of this epoch's history."""
+        return all(epoch == self.number or version == 0 for epoch, version in peer.may_hold)

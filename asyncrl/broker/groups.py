@@ -91,13 +91,14 @@ class Groups:
     def room(self, version: int) -> int:
         """How many groups a generator holding `version` may start now.
 
-        The least of its credits, of what the remaining steps can still train, and, while finished
-        payloads exceed the byte budget, of what the next step lacks: that much is always let in,
-        because only the next step can free memory.
+        The least of its credits, of what `depth` steps' worth of open groups leaves, of what the
+        remaining steps can still train, and, while finished payloads exceed the byte budget, of
+        what the next step lacks: that much is always let in, because only a step frees memory.
         """
         settings = self._settings
         room = min(
             self.ledger.credits(version),
+            settings.depth * settings.groups_per_step - self.ledger.num_open,
             settings.num_steps * settings.groups_per_step - self.ledger.charged,
         )
         if self.queued_bytes > settings.max_queue_bytes:

@@ -6,7 +6,7 @@ learns the protocol number and nothing else of this run; the token itself is nev
 
 import hmac
 
-from asyncrl.broker.peers import Peers
+from asyncrl.broker.peers import Peer, Peers
 from asyncrl.broker.settings import Settings
 from asyncrl.wire.messages import PROTOCOL, Hello
 
@@ -32,7 +32,7 @@ def stranger(hello: Hello, settings: Settings) -> str | None:
 def conflict(hello: Hello, peers: Peers, *, last_epoch: int | None, now_s: float) -> str | None:
     """Why the peer cannot join beside those who are here; None if it can."""
     same = peers.named(hello.name)
-    if same is not None:
+    if same is not None and not _replaces(hello, same):
         return (
             f"a {same.role} named {hello.name!r} lives, heard {now_s - same.heard_s:.1f} s ago; "
             "take another name or wait until it is lost"
@@ -51,3 +51,8 @@ def conflict(hello: Hello, peers: Peers, *, last_epoch: int | None, now_s: float
             f"{last_epoch}"
         )
     return None
+
+
+def _replaces(hello: Hello, peer: Peer) -> bool:
+    """A generator started again: its supervisor saw the old one die before its beats were missed."""
+    return hello.role == peer.role == "generator" and hello.incarnation > peer.incarnation

@@ -1,7 +1,7 @@
 """Who is here: one entry a peer, found by its socket identity, unique by name.
 
-(epoch, version) names a set of weights; `holds` is what a generator reported last, `told` the
-newest it was offered. It cannot have adopted anything newer than the larger of the two.
+(epoch, version) names a set of weights. A generator holds what it reported last, or by now any of
+those that it was offered since; it never goes back.
 """
 
 from collections import defaultdict
@@ -35,8 +35,17 @@ class Peer:
     heard_s: float
     """When its last message came."""
 
+    incarnation: int = 0
+
     holds: Weights | None = None
-    told: Weights | None = None
+    """What it reported last; generators only."""
+
+    offered: list[Weights] = field(default_factory=list)
+    """What it was told of and has not reported yet, oldest first."""
+
+    is_evaluating: bool = False
+    """From Evaluate to EvalDone, also if a learner came and went between."""
+
     request: WantWork | None = None
     """Its open request for work."""
 
@@ -45,14 +54,15 @@ class Peer:
 
     counters: Mapping[str, float] = field(default_factory=dict)
 
-    def knows(self, weights: Weights) -> bool:
-        """Whether it holds or was told of these weights or newer ones."""
-        return any(w is not None and w >= weights for w in (self.holds, self.told))
+    def reports(self, weights: Weights) -> None:
+        """It samples under `weights` now, so older offers are history."""
+        self.holds = weights
+        self.offered = [offer for offer in self.offered if offer > weights]
 
     @property
-    def is_settled(self) -> bool:
-        """Whether it surely samples under `holds`: no newer weights are on their way to it."""
-        return self.holds is not None and (self.told is None or self.told <= self.holds)
+    def may_hold(self) -> list[Weights]:
+        """All weights that it may sample under by now, oldest first."""
+        return [self.holds, *self.offered] if self.holds is not None else self.offered
 
 
 class Peers:

@@ -17,6 +17,7 @@ class Settings:
 
     groups_per_step: int
     max_staleness: int
+    depth: int = 2**31
     group_size: int
     num_steps: int
     max_attempts: int = 3
@@ -40,6 +41,7 @@ class Settings:
             seed=config.seed,
             groups_per_step=pipeline.groups_per_step,
             max_staleness=pipeline.max_staleness,
+            depth=pipeline.depth,
             group_size=pipeline.group_size,
             num_steps=pipeline.num_steps,
             max_attempts=pipeline.max_attempts,

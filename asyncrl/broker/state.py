@@ -148,7 +148,10 @@ class Broker:
         if reason is not None:
             self._outbox.append(Outgoing(sender, Refuse(reason=reason)))
             return
-        peer = Peer(sender, hello.role, hello.name, now_s)
+        before = self.peers.named(hello.name)
+        if before is not None:
+            self._lose(before, "started again")
+        peer = Peer(sender, hello.role, hello.name, now_s, hello.incarnation)
         self.peers.add(peer)
         if peer.role == "learner":
             first_id = 0
@@ -164,7 +167,7 @@ class Broker:
         newest: Announcement | None = None
         if peer.role == "generator" and self.epoch is not None and self.epoch.newest is not None:
             newest = self.epoch.newest
-            peer.told = (newest.epoch, newest.version)
+            peer.offered.append((newest.epoch, newest.version))
         settings = self._settings
         self._send(
             peer,
@@ -190,7 +193,7 @@ class Broker:
                 assert self.epoch is not None, "a learner's Hello opens an epoch"
                 self.epoch.from_learner(peer, message, now_s)
             elif isinstance(message, WantWork):
-                peer.holds = (message.epoch, message.version)
+                peer.reports((message.epoch, message.version))
                 peer.request, peer.requested_s = message, now_s
             elif isinstance(message, Counters):
                 peer.counters = message.values

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, PeerLostError
 from asyncrl.generator.hf_engine import HFEngine
 from asyncrl.generator.process import Generator
 from asyncrl.generator.prompts import PromptRenderer
@@ -21,7 +21,14 @@ log = logging.getLogger(__name__)
 
 
 def run(
-    config: RunConfig, *, endpoint: str, run_id: str, token: str, run_dir: Path, name: str
+    config: RunConfig,
+    *,
+    endpoint: str,
+    run_id: str,
+    token: str,
+    run_dir: Path,
+    name: str,
+    incarnation: int,
 ) -> None:
     """Load the model, join the broker at `endpoint`, work until it says Stop."""
     engine = HFEngine(
@@ -47,7 +54,12 @@ def run(
         max_memory_bytes=config.scoring.max_memory_bytes,
     )
     hello = Hello(
-        role="generator", name=name, run_id=run_id, config_digest=config.digest, token=token
+        role="generator",
+        name=name,
+        run_id=run_id,
+        config_digest=config.digest,
+        token=token,
+        incarnation=incarnation,
     )
     mailbox = Mailbox(endpoint, hello, connect_timeout_s=config.host.start_timeout_s)
     subscriber = Subscriber(
@@ -70,6 +82,8 @@ def run(
             subscriber=subscriber,
             tracer=tracer,
         ).run()
+        if stop.failed:
+            raise PeerLostError(f"the broker stopped this generator: {stop.reason}")
         log.info("stopping: %s", stop.reason)
         reason, failed = stop.reason, False
     finally:

@@ -3,8 +3,9 @@
 Continuous batching. A prompt is prefilled once and its cache row is copied `num_completions` times;
 the copies join the running batch and leave it one by one. One `step`:
 
-    decode   running rows: their last token -> logits                  [running, V]
-    start    waiting requests whose completions all fit: prompt -> logits  [new, V]
+    decode   running rows: their last token -> logits                 [running, V]
+    start    waiting requests whose completions all fit, at most
+             MAX_PREFILL_TOKENS a step: their prompt -> logits         [new, V]
     sample   every row: one token, its log mu, the version of the weights
     finish   rows that stopped, reached max_tokens, or have no finite logits
 
@@ -28,8 +29,8 @@ from asyncrl.generator.hf_model import choose_device, choose_dtype, load_model, 
 from asyncrl.generator.sampling import CompletionStream, nonfinite_rows, sample
 from asyncrl.types import FinishReason, VersionSpan
 
-MAX_PREFILL_TOKENS = 16384
-"""Padded tokens of one prefill, which bounds its activations; a longer prompt goes alone."""
+MAX_PREFILL_TOKENS = 4096
+"""Padded prompt tokens of one step, which bounds its time and memory; a longer prompt goes alone."""
 
 
 @dataclass(slots=True)
@@ -138,7 +139,7 @@ class HFEngine:
             logits = []
             if self._rows:
                 logits.append(self._batch.decode([row.tokens[-1] for row in self._rows]))
-            while requests := self._take_startable():
+            if requests := self._take_startable():
                 logits.append(self._start(requests))
             if not self._rows:
                 return []

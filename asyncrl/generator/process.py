@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import PeerLostError, ProtocolError
 from asyncrl.generator.engine import Completion, Engine, SampleRequest
 from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.groups import Sheaf
@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 0.01
 """How long an idle loop listens for messages before it looks at verdicts and weights again."""
+
+_REPORT_S = 0.25
+"""Seconds between two reports of running totals."""
 
 
 class Generator:
@@ -101,6 +104,8 @@ class Generator:
                 self._evaluate(version)
             case m.Stop():
                 self._stop = message
+            case m.Refuse(reason=reason):
+                raise PeerLostError(f"the broker refused this generator: {reason}")
             case _:
                 raise ProtocolError(f"a generator does not expect {message.kind!r} from the broker")
 
@@ -232,10 +237,10 @@ class Generator:
             self._asked = held
 
     def _report(self) -> None:
-        """Send running totals once a beat."""
+        """Send running totals."""
         now_s = time.monotonic()
         if now_s < self._next_report_s:
             return
-        self._next_report_s = now_s + self._config.broker.beat_s
+        self._next_report_s = now_s + min(self._config.broker.beat_s, _REPORT_S)
         totals = {key: float(value) for key, value in self._counts.items()}
         self._mailbox.send(m.Counters(values=totals | self._tracer.totals()))

@@ -3,6 +3,7 @@
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -39,7 +40,9 @@ def run(config: RunConfig, *, endpoint: str, run_id: str, token: str, run_dir: P
     found = _find_checkpoint(config, run_dir)
     torch.manual_seed(config.seed)
     path = found.path if found is not None else config.model.path
-    policy = Policy.load(path, device=device, compute_dtype=choose_dtype(config.learner.dtype, device))
+    policy = Policy.load(
+        path, device=device, compute_dtype=choose_dtype(config.learner.dtype, device)
+    )
     if ranks.mesh is not None:
         shard(policy, ranks.mesh)
     optimizer = Optimizer(policy, **_optimizer_settings(config))
@@ -189,5 +192,5 @@ def _find_checkpoint(config: RunConfig, run_dir: Path) -> checkpoint.Checkpoint 
     return found
 
 
-def _optimizer_settings(config: RunConfig) -> dict[str, float | int]:
+def _optimizer_settings(config: RunConfig) -> dict[str, Any]:
     return config.optimizer.model_dump(exclude={"max_skipped_steps"})

@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from asyncrl.errors import NoProgressError, PeerLostError, ProtocolError
 from asyncrl.learner.ranks import Ranks
@@ -18,6 +19,8 @@ from asyncrl.wire.codec import NUM_GROUP_FRAMES, decode_group
 from asyncrl.wire.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
+
+Awaited = TypeVar("Awaited", m.Batch, m.EvalResults)
 
 _SAY_EVERY_S = 60.0
 
@@ -55,7 +58,8 @@ class Inbox:
         frames: Sequence[bytes] = ()
         if self._mailbox is not None:
             # The broker knows which groups are missing and speaks first; this is the second net.
-            batch, views = self._await(m.Batch, self._no_progress_s * 1.2 + 10, f"step {step}")
+            limit_s = self._no_progress_s * 1.2 + 10
+            batch, views = self._await(m.Batch, limit_s, f"the batch of step {step}")
             if batch.step != step:
                 raise ProtocolError(f"asked for the batch of step {step}, got step {batch.step}")
             frames = [bytes(view) for view in views]
@@ -74,8 +78,8 @@ class Inbox:
         return results.evals
 
     def _await(
-        self, kind: type[m.Batch] | type[m.EvalResults], limit_s: float, what: str
-    ) -> tuple[m.Batch | m.EvalResults, list[memoryview]]:
+        self, kind: type[Awaited], limit_s: float, what: str
+    ) -> tuple[Awaited, list[memoryview]]:
         assert self._mailbox is not None
         start_s = said_s = time.monotonic()
         while True:

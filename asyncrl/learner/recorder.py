@@ -70,7 +70,7 @@ class Recorder:
         sums |= self._times(spans, step_s)
         if delivery.batch is not None:
             sums |= self._broker_values(delivery.batch, step_s)
-        record = {
+        record: dict[str, float | str] = {
             "step": batch.version,
             "version": batch.version + 1,
             "time_s": round(now_s - self._start_s, 3),

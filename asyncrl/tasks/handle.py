@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,8 @@ class WorkerHandle:
                 item.num_sent += num_sent
                 item.sent_s = time.monotonic()
 
-    def receive(self) -> list[list[Any]]:
-        """Complete replies that are there.
+    def receive(self) -> Iterator[list[Any]]:
+        """Yield the complete replies that are there, in order.
 
         Raises:
             ValueError: what came is no reply; the process cannot be trusted any more.
@@ -118,10 +119,8 @@ class WorkerHandle:
             if not part:
                 break
             self._received += part
-        replies = []
         while (body := self._next_body()) is not None:
-            replies.append(unpack_body(body))
-        return replies
+            yield unpack_body(body)
 
     def _next_body(self) -> bytes | None:
         if len(self._received) < 4:

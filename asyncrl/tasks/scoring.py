@@ -217,7 +217,7 @@ class ScoringPool:
             self._waiting.appendleft(item)
 
     def _bear_blameless_death(self, code: int, printed: str, *, was_ready: bool) -> None:
-        """Let few of them pass; one that left on its own accord while it started will do so again."""
+        """Let few pass; a process that left by itself while it started would do so again."""
         self._num_blameless_deaths += 1
         said = f"{describe_end(code)}. It printed: {printed or 'nothing'}"
         if code >= 0 and not was_ready:

@@ -15,7 +15,7 @@ Frames are a big-endian u32 length and a MessagePack array.
 | out       | "ready", once the scorer is built                                                  |
 | out       | "verdict", key, status, score, detail, seconds of CLOCK_MONOTONIC when it was done |
 
-A scorer that cannot be built ends the process with a traceback on stderr, running out of memory with
+A scorer that cannot be built ends the process with a traceback, running out of memory with
 EXIT_OUT_OF_MEMORY, end of input with 0.
 """
 

@@ -57,7 +57,7 @@ class WandbSink:
         config: Mapping[str, Any],
         folder: Path,
     ) -> None:
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "mode": mode, "project": project, "name": name, "id": run_id, "config": dict(config),
             "dir": str(folder), "resume": "allow",
         }  # fmt: skip

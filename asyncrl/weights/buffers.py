@@ -67,7 +67,10 @@ class HostBuffer:
 
     def __init__(self, num_bytes: int, *, mapping: mmap.mmap | None = None) -> None:
         self.num_bytes = num_bytes
-        self.mapping = mapping if mapping is not None else mmap.mmap(-1, num_bytes)
+        if mapping is None:
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            mapping = mmap.mmap(-1, num_bytes, flags=private | mmap.MAP_POPULATE)
+        self.mapping = mapping
 
     def withdraw(self) -> bool:
         """Stop serving; whether the memory may be written again."""
@@ -94,7 +97,8 @@ class ShmBuffer(HostBuffer):
             # Without this, writing to a full tmpfs through a mapping ends in SIGBUS.
             os.posix_fallocate(self._fd, 0, num_bytes)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            super().__init__(num_bytes, mapping=mmap.mmap(self._fd, num_bytes))
+            shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            super().__init__(num_bytes, mapping=mmap.mmap(self._fd, num_bytes, flags=shared))
         except OSError:
             self.delete()
             raise
@@ -140,15 +144,25 @@ class HostBuffers:
         self._changed = threading.Condition()
         self._free: list[HostBuffer] = []
         self._lent: set[HostBuffer] = set()
+        self._closed = False
+
+    def prepare(self, num_bytes: int) -> None:
+        """Make all buffers now: fresh pages cost several times as much as the copy into them."""
+        with self._changed:
+            while len(self._free) + len(self._lent) < MAX_BUFFERS:
+                self._free.append(self._make(num_bytes))
 
     def acquire(self, num_bytes: int, *, timeout_s: float = 60.0) -> HostBuffer:
         """A buffer that nobody reads.
 
         Raises:
             NoProgressError: all are still served or digested after `timeout_s`.
+            ValueError: closed.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
+            if self._closed:
+                raise ValueError("the publisher of these buffers is closed")
             while not self._free and len(self._lent) >= MAX_BUFFERS:
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise NoProgressError(
@@ -170,8 +184,9 @@ class HostBuffers:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Delete every buffer and its files."""
+        """Delete every buffer and its files; none is made any more."""
         with self._changed:
+            self._closed = True
             for buffer in [*self._free, *self._lent]:
                 buffer.delete()
             self._free.clear()

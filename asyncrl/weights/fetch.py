@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import PeerLostError, ProtocolError, WeightMismatchError
-from asyncrl.weights.buffers import manifest_path, snapshot_path
+from asyncrl.weights.buffers import HostBuffer, manifest_path, snapshot_path
 from asyncrl.weights.manifest import (
     MAX_CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
@@ -91,7 +91,7 @@ def map_snapshot(
     except FileNotFoundError:
         return None
     try:
-        if not _lock_for_reading(fd, path):
+        if not lock_for_reading(fd, path):
             return None
         size = os.fstat(fd).st_size
         if size != manifest.total_bytes:
@@ -121,7 +121,7 @@ def _open(path: Path) -> int:
     return fd
 
 
-def _lock_for_reading(fd: int, path: Path) -> bool:
+def lock_for_reading(fd: int, path: Path) -> bool:
     """Keep the writer off the file; False if it has taken the file's name away already."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -212,7 +212,7 @@ class ChunkFetcher:
             max_total_bytes=self._max_total_bytes,
         )
         if self._memory is None or len(self._memory) != manifest.total_bytes:
-            self._memory = mmap.mmap(-1, manifest.total_bytes)
+            self._memory = HostBuffer(manifest.total_bytes).mapping
         if not self._pull_chunks(channel, announcement, manifest, self._memory):
             return None
         return Fetched(manifest, self._memory)

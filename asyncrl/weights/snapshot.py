@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -70,10 +70,13 @@ class Snapshotter:
 
         Raises:
             WeightMismatchError: a dtype that cannot be published.
+            OSError: no room for the buffers.
         """
         self._tensors = _without_ties(tensors)
         self._specs, self._num_bytes = _lay_out(self._tensors, dtype)
         self._buffers = buffers
+        if buffers is not None:
+            buffers.prepare(self._num_bytes)
         self._pinned: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
     @torch.no_grad()
@@ -84,7 +87,7 @@ class Snapshotter:
                 _gather(tensor, DTYPES[spec.dtype])
             return None
         buffer = self._buffers.acquire(self._num_bytes)
-        on_gpu = any(tensor.is_cuda for _, tensor in self._tensors)
+        on_gpu = any(_device_type(tensor) == "cuda" for _, tensor in self._tensors)
         if on_gpu and buffer not in self._pinned:
             _pin(buffer)
             self._pinned.add(buffer)
@@ -97,14 +100,16 @@ class Snapshotter:
 
 
 def _gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The whole tensor as `dtype`; a collective for a DTensor."""
-    if not isinstance(tensor, DTensor):
-        # A CPU copy casts on its way; a GPU one shall cast before it crosses the bus.
-        return tensor.detach().to(dtype) if tensor.is_cuda else tensor.detach()
-    mesh_device = tensor.device_mesh.device_type
-    if tensor.device.type != mesh_device:  # CPU offload: the collective runs on the mesh's device
-        tensor = tensor.to(mesh_device)
-    return tensor.detach().to(dtype).full_tensor()
+    """The whole tensor; a collective for a DTensor. On a GPU it is already cast to `dtype`."""
+    if isinstance(tensor, DTensor):
+        return cast(DTensor, tensor.detach().to(_device_type(tensor), dtype)).full_tensor()
+    # A CPU copy casts on its way; from a GPU the cast shall come before the bus.
+    return tensor.detach().to(dtype) if tensor.is_cuda else tensor.detach()
+
+
+def _device_type(tensor: torch.Tensor) -> str:
+    """Where `_gather` gives it: shards offloaded to the CPU are gathered on the mesh's device."""
+    return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
 
 
 def _without_ties(

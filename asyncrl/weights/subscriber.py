@@ -170,9 +170,11 @@ class Subscriber:
     def _work(self) -> None:
         try:
             while (announcement := self._next_target()) is not None:
+                done = False
                 with self._failure:
                     self._stage(announcement)
-                self._finish()
+                    done = True
+                self._finish(failed=not done)
         finally:
             self._fetcher.close()
 
@@ -211,11 +213,10 @@ class Subscriber:
                 fetched, start_s=start_s, end_s=time.monotonic(), on_release=self._on_release
             )
 
-    def _finish(self) -> None:
+    def _finish(self, *, failed: bool) -> None:
         with self._changed:
             self._busy = False
-            if self._failure.failed and self._target is None:
-                self._retryable = True
+            self._retryable = failed and self._target is None
             self._changed.notify_all()
 
     def _on_release(self) -> None:

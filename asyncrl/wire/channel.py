@@ -34,7 +34,7 @@ MAX_MESSAGE_BYTES: Final = 2**31
 LINGER_S: Final = 0.5
 """How long a closing socket may still try to deliver."""
 
-_MAX_WAITING: Final = 100_000
+_MAX_WAITING: Final = 10_000
 """Messages that may wait for one peer. Payloads are pulled, so a peer that lets this many small
 messages pile up is gone, and is answered as such."""
 
@@ -150,12 +150,13 @@ class Listener(_Socket):
     def __init__(self, address: str, *, max_message_bytes: int) -> None:
         """Bind: "tcp://127.0.0.1:*" picks a free port, "ipc://PATH" makes a file of mode 0600.
 
-        A peer that sends a frame above `max_message_bytes` is disconnected by zmq.
+        A peer that sends a single frame above `max_message_bytes` is disconnected by zmq.
 
         Raises:
             ConfigError: the address is taken or cannot be bound.
         """
         super().__init__(zmq.ROUTER, address, max_message_bytes)
+        self._endpoint = ""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects takes its name along, even before its old connection timed out.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -180,6 +181,13 @@ class Listener(_Socket):
         finally:
             os.umask(umask)
 
+    def close(self, linger_s: float = LINGER_S) -> None:
+        """As above; the file of an ipc address is removed."""
+        is_first = not self._context.closed
+        super().close(linger_s)
+        if is_first and self._endpoint.startswith("ipc://"):
+            Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
     @property
     def endpoint(self) -> str:
         """The address really bound, with its port; what peers connect to."""
@@ -194,6 +202,12 @@ class Listener(_Socket):
         if frames is None:
             return None
         sender = bytes(frames[0])
+        num_bytes = sum(frame.nbytes for frame in frames[1:])
+        if num_bytes > self._max_message_bytes:
+            return Malformed(
+                sender,
+                f"message: got {num_bytes} bytes, expected at most {self._max_message_bytes}",
+            )
         try:
             message, payload = decode(frames[1:])
         except ProtocolError as error:

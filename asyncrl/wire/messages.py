@@ -45,6 +45,9 @@ class Hello(_Message):
     run_id: str
     config_digest: str
     token: str = ""
+    incarnation: Count = 0
+    """Rises when a generator is started again under its name; the one before is dead then."""
+
     epoch: Count = 0
     """Learner: its epoch; rises with every restart."""
 

@@ -48,10 +48,10 @@ def test_a_bad_setting_is_named_before_anything_starts(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", ["empty"]),
-        ('{"prompt": "a", "answer": "b"}\n{"prompt": \n', ["line 2"]),
-        ('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n', ["line 2", "answer"]),
-        ('{"prompt": "a", "answer": "b"}\n[1]\n', ["line 2"]),
+        ("", ["no rows"]),
+        ('{"prompt": "a", "answer": "b"}\n{"prompt": \n', [":2:"]),
+        ('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n', [":2:", "answer"]),
+        ('{"prompt": "a", "answer": "b"}\n[1]\n', [":2:"]),
     ],
 )
 def test_a_broken_data_file_is_named_with_its_line(
@@ -107,7 +107,14 @@ def test_a_scorer_that_raises_hangs_or_returns_nan_is_counted_and_nothing_is_los
     assert len(steps) == 3
     assert steps[-1]["ledger/admitted"] == sum(
         steps[-1][f"ledger/{part}"]
-        for part in ("trained", "dropped_stale", "dropped_filtered", "failed", "queued", "in_flight")
+        for part in (
+            "trained",
+            "dropped_stale",
+            "dropped_filtered",
+            "failed",
+            "queued",
+            "in_flight",
+        )
     )
     # A group whose scores all failed never reaches the learner; a partly failed one trains the rest.
     for rollout in records(run_dir, "rollouts"):
@@ -115,11 +122,11 @@ def test_a_scorer_that_raises_hangs_or_returns_nan_is_counted_and_nothing_is_los
     assert steps[-1]["ledger/failed"] > 0
 
 
-def test_prompts_longer_than_the_limit_are_skipped_and_counted(
-    model: Path, tmp_path: Path
-) -> None:
+def test_prompts_longer_than_the_limit_are_skipped_and_counted(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
-    rows = [f'{{"prompt": "{"x" * (60 if i % 4 == 0 else 5)}{i}:", "answer": "x"}}' for i in range(40)]
+    rows = [
+        f'{{"prompt": "{"x" * (60 if i % 4 == 0 else 5)}{i}:", "answer": "x"}}' for i in range(40)
+    ]
     data.write_text("\n".join(rows) + "\n")
     run_dir = tmp_path / "run"
     code, output = finish(
@@ -139,12 +146,13 @@ def test_config_prints_a_file_that_reads_back(model: Path, tmp_path: Path) -> No
     config = write_config(tmp_path, model)
     command = [sys.executable, "-m", "asyncrl", "config"]
     first = subprocess.run(
-        [*command, str(config), "pipeline.max_staleness=4"], capture_output=True, text=True, check=True
+        [*command, str(config), "pipeline.max_staleness=4"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(first.stdout)
-    second = subprocess.run(
-        [*command, str(resolved)], capture_output=True, text=True, check=True
-    )
+    second = subprocess.run([*command, str(resolved)], capture_output=True, text=True, check=True)
     assert second.stdout == first.stdout
     assert "max_staleness = 4" in first.stdout

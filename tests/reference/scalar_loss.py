@@ -1,4 +1,4 @@
-"""The clipped loss and its gradient, restated as a slow loop over floats. Shares no code with algo."""
+"""The clipped loss and its gradient, restated as a slow loop over floats; no code of algo."""
 
 import math
 from dataclasses import dataclass

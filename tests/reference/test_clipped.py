@@ -22,7 +22,9 @@ ratio = st.one_of(st.floats(-60, 60), st.floats(-1, 1), st.just(0.0))
 @st.composite
 def trained_token(draw):
     proximal = draw(logprob)
-    behaviour = draw(st.one_of(ratio.map(lambda y: proximal - y), garbage.filter(lambda v: v != 1e30)))
+    behaviour = draw(
+        st.one_of(ratio.map(lambda y: proximal - y), garbage.filter(lambda v: v != 1e30))
+    )
     return Token(
         logprob=proximal + draw(ratio),
         proximal=proximal,
@@ -44,7 +46,7 @@ def batch_of(tokens: list[Token]) -> TokenBatch:
         proximal_logprobs=column("proximal"),
         behaviour_logprobs=column("behaviour"),
         advantages=column("advantage"),
-        completion_mask=torch.tensor([t.trained for t in tokens]),
+        completion_mask=torch.tensor([t.trained for t in tokens], dtype=torch.bool),
         staleness=torch.zeros(len(tokens), dtype=torch.int32),
     )
 
@@ -137,22 +139,24 @@ def test_a_step_raises_the_rewarded_arm():
     assert logits.grad.tolist() == pytest.approx([-0.5, 0.5])
 
 
-def test_the_weight_is_constant_even_when_the_proximal_policy_is_this_pass():
-    # w = 0.3 / 0.2 = 1.5; gradient -w A = -3, not -3 plus that of w.
+# pi = 0.3, A = 2. Below the cap a weight with a gradient but a ratio without one would give the same
+# gradient, w r = pi / mu; above the cap it would give 0.
+@pytest.mark.parametrize(("mu", "weight"), [(0.2, 1.5), (0.1, 2.0)])
+def test_the_weight_is_constant_even_when_the_proximal_policy_is_this_pass(mu, weight):
     logprobs = torch.tensor([math.log(0.3)], dtype=torch.float64, requires_grad=True)
     batch = TokenBatch(
         logprobs=logprobs,
         proximal_logprobs=logprobs,
-        behaviour_logprobs=torch.tensor([math.log(0.2)], dtype=torch.float64),
+        behaviour_logprobs=torch.tensor([math.log(mu)], dtype=torch.float64),
         advantages=torch.tensor([2.0], dtype=torch.float64),
         completion_mask=torch.tensor([True]),
         staleness=torch.zeros(1, dtype=torch.int32),
     )
     loss, sums = clipped_loss(batch, num_tokens=1, **SETTINGS)
     loss.backward()
-    assert loss.item() == pytest.approx(-3.0)
-    assert logprobs.grad.item() == pytest.approx(-3.0)
-    assert sums["tis/weight"].item() == pytest.approx(1.5)
+    assert loss.item() == pytest.approx(-weight * 2.0)
+    assert logprobs.grad.item() == pytest.approx(-weight * 2.0)
+    assert sums["tis/weight"].item() == pytest.approx(weight)
 
 
 def test_what_was_clipped_truncated_and_refused_is_counted():

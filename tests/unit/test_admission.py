@@ -17,6 +17,42 @@ def assert_balances(ledger: Admission) -> None:
     assert ledger.charged == counts.admitted - dropped
 
 
+class Reference:
+    """The rule restated over lists: what is admitted, in order, and what still runs."""
+
+    def __init__(self, groups_per_step: int, max_staleness: int, version: int) -> None:
+        self.size, self.k, self.version = groups_per_step, max_staleness, version
+        self.num_charged = version * groups_per_step  # admitted - dropped, literally
+        self.survivors: list[int] = []
+        self.running: list[int] = []
+        self.started_at: dict[int, int] = {}
+
+    def room(self, version: int) -> int:
+        return max(0, (version + self.k + 1) * self.size - self.num_charged)
+
+    def start(self, group_id: int, version: int) -> None:
+        self.num_charged += 1
+        self.survivors.append(group_id)
+        self.running.append(group_id)
+        self.started_at[group_id] = version
+
+    def drop(self, group_id: int) -> None:
+        self.num_charged -= 1
+        self.survivors.remove(group_id)
+
+    def missing(self) -> list[int]:
+        return [g for g in self.survivors[: self.size] if g in self.running]
+
+    def take(self) -> list[int] | None:
+        first = self.survivors[: self.size]
+        if len(first) < self.size or self.missing():
+            return None
+        assert all(0 <= self.version - self.started_at[g] <= self.k for g in first)
+        del self.survivors[: self.size]
+        self.version += 1
+        return first
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     groups_per_step=st.integers(1, 5),
@@ -33,49 +69,33 @@ def test_every_group_is_trained_within_k_versions_and_nothing_stalls(
     ledger = Admission(
         groups_per_step=groups_per_step, max_staleness=max_staleness, version=first_version
     )
+    slow = Reference(groups_per_step, max_staleness, first_version)
     held = [first_version] * num_generators
-    started_at: dict[int, int] = {}
-    running: list[int] = []
-    survivors: list[int] = []  # the reference: open groups in order of admission
-    num_charged = first_version * groups_per_step  # the reference: admitted - dropped, literally
-    next_id = 0
-    last_step = first_version + 15
-    for _ in range(5000):
-        if ledger.version == last_step:
-            break
+    for group_id in range(5000):
         event = rng.choice(["start", "start", "finish", "finish", "drop", "adopt", "take"])
         if event == "start":
             version = rng.choice(held)
-            limit = (version + max_staleness + 1) * groups_per_step
-            assert ledger.credits(version) == max(0, limit - num_charged)
-            if num_charged < limit:
-                ledger.admit(next_id, version)
-                started_at[next_id] = version
-                running.append(next_id)
-                survivors.append(next_id)
-                num_charged += 1
-                next_id += 1
-        elif event == "finish" and running:
-            ledger.finish(running.pop(rng.randrange(len(running))))
-        elif event == "drop" and running and rng.random() < 0.4:
-            group_id = running.pop(rng.randrange(len(running)))
-            ledger.drop(group_id, rng.choice(["stale", "filtered", "failed"]))
-            survivors.remove(group_id)
-            num_charged -= 1
+            assert ledger.credits(version) == slow.room(version)
+            if slow.room(version):
+                ledger.admit(group_id, version)
+                slow.start(group_id, version)
         elif event == "adopt":
             index = rng.randrange(num_generators)
             held[index] = rng.randint(held[index], ledger.version)
         elif event == "take":
-            step = ledger.version
-            first = survivors[:groups_per_step]
-            is_ready = len(first) == groups_per_step and not set(first) & set(running)
-            assert ledger.take() == (first if is_ready else None)
-            if is_ready:
-                del survivors[:groups_per_step]
-                assert all(0 <= step - started_at[g] <= max_staleness for g in first)
-        assert ledger.missing() == [g for g in survivors[:groups_per_step] if g in running]
+            assert ledger.take() == slow.take()
+        elif slow.running and (event == "finish" or rng.random() < 0.4):
+            chosen = slow.running.pop(rng.randrange(len(slow.running)))
+            if event == "finish":
+                ledger.finish(chosen)
+            else:
+                ledger.drop(chosen, rng.choice(["stale", "filtered", "failed"]))
+                slow.drop(chosen)
+        assert ledger.missing() == slow.missing()
         assert_balances(ledger)
-    assert ledger.version == last_step
+        if ledger.version == first_version + 15:
+            return
+    raise AssertionError(f"stalled at version {ledger.version}")
 
 
 def test_one_pass_through_the_books_counts_every_group_once():

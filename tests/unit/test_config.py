@@ -65,11 +65,11 @@ def test_a_bad_override_is_named(file: Path, override: str, words: str) -> None:
 
 
 def test_a_missing_file_and_broken_toml_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere.toml"):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         read_config(tmp_path / "nowhere.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("[model\n")
-    with pytest.raises(ConfigError, match=r"broken.toml is not valid TOML.*line 1"):
+    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML.*line 1"):
         read_config(broken)
 
 

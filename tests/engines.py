@@ -1,0 +1,79 @@
+"""Driving the embedded engine in tests, and plain transformers loops to compare it with."""
+
+import inspect
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from asyncrl.generator.engine import SampleRequest
+from asyncrl.generator.hf_engine import HFEngine
+from tests.reference.sampling import sampled_distribution
+
+VOCABULARY = 100
+"""Of the tiny model."""
+
+
+def new_engine(path, **options):
+    defaults = {"device": "cpu", "dtype": "float32", "max_concurrent_completions": 64}
+    return HFEngine(str(path), **(defaults | options))
+
+
+def prompt(length, seed=0):
+    # Ids 0 to 3 are the special tokens.
+    return np.random.default_rng(seed).integers(4, VOCABULARY, length).astype(np.int32)
+
+
+def request(request_id, length=6, **options):
+    defaults = {"num_completions": 2, "seed": 100 + request_id, "max_tokens": 8}
+    return SampleRequest(
+        request_id=request_id, prompt_tokens=prompt(length, request_id), **(defaults | options)
+    )
+
+
+def run(engine, script=()):
+    """Submit `script[i]` before step i, run dry; completions by (request, index)."""
+    finished, step = [], 0
+    while engine.num_unfinished or step < len(script):
+        for item in script[step] if step < len(script) else ():
+            engine.submit(item)
+        finished += engine.step()
+        step += 1
+    assert len({(c.request_id, c.index) for c in finished}) == len(finished)
+    return {(c.request_id, c.index): c for c in finished}
+
+
+def assert_same(one, other):
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.finish_reason == other.finish_reason
+    np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-5)
+
+
+def reference_logprobs(model, ask, tokens):
+    """Log mu of each token from one full forward pass over prompt and completion."""
+    sequence = torch.from_numpy(np.concatenate([ask.prompt_tokens, tokens])).long()[None]
+    with torch.no_grad():
+        logits = model(sequence).logits[0, len(ask.prompt_tokens) - 1 : -1].float()
+    if ask.top_p == 1.0 and ask.top_k == 0:
+        table = torch.log_softmax(logits / ask.temperature, dim=-1)
+        return table.gather(1, torch.from_numpy(tokens).long()[:, None])[:, 0].numpy()
+    rows = zip(logits.tolist(), tokens.tolist(), strict=True)
+    return np.log(
+        [sampled_distribution(r, ask.temperature, ask.top_p, ask.top_k)[t] for r, t in rows]
+    )
+
+
+def cached_logprobs(path, ask, tokens, swap_at, state):
+    """Plain token-by-token loop: one row, its own cache kept, weights swapped before a token."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    parameters = inspect.signature(model.forward).parameters
+    cache = {"cache" if "cache" in parameters else "past_key_values": DynamicCache()}
+    given, logprobs = ask.prompt_tokens, []
+    for position, token in enumerate(tokens.tolist()):
+        if position == swap_at:
+            model.load_state_dict(state, strict=False)
+        with torch.no_grad():
+            logits = model(torch.as_tensor(given).long()[None], **cache).logits[0, -1]
+        logprobs.append(float(torch.log_softmax(logits / ask.temperature, -1)[token]))
+        given = [token]
+    return np.array(logprobs)

@@ -1,0 +1,117 @@
+"""Manifests: their layout, and that a lying one is never read."""
+
+import tracemalloc
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import WeightMismatchError
+from asyncrl.weights.manifest import DTYPES, Manifest, lay_out, manifest_digest, tensor_views
+from tests.unit.weight_peers import huge_manifest, make_manifest
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 9), max_size=4)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_tensors_lie_in_order_aligned_and_without_overlap(entries):
+    named = [(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(entries)]
+    specs, total_bytes = lay_out(named)
+    taken = [0] * total_bytes  # how many tensors own each byte
+    end = 0
+    for spec, (name, dtype, shape) in zip(specs, named, strict=True):
+        size = DTYPES[dtype].itemsize
+        for dimension in shape:
+            size *= dimension
+        assert (spec.name, spec.shape, spec.num_bytes) == (name, shape, size)
+        assert spec.offset % 64 == 0
+        assert spec.offset >= end
+        assert spec.offset - end < 64  # no more padding than needed
+        for byte in range(spec.offset, spec.offset + size):
+            taken[byte] += 1
+        end = spec.offset + size
+    assert max(taken) <= 1
+
+
+def read(fields: dict[str, object], limit: int = 2**20) -> Manifest:
+    data = msgpack.packb(fields)
+    return Manifest.from_bytes(data, expected_digest=manifest_digest(data), max_total_bytes=limit)
+
+
+def change_tensor(index: int, **changes) -> dict[str, object]:
+    fields = make_manifest()
+    fields["tensors"][index].update(changes)
+    return fields
+
+
+def test_a_right_manifest_is_read_and_its_bytes_are_canonical():
+    manifest = read(make_manifest())
+    assert manifest.to_bytes() == msgpack.packb(make_manifest())
+    assert [manifest.chunk_range(i) for i in range(manifest.num_chunks)] == [(0, 100), (100, 192)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        make_manifest(total_bytes=193),
+        make_manifest(total_bytes=2**40),
+        make_manifest(total_bytes=-1),
+        make_manifest(chunk_bytes=0),
+        make_manifest(chunk_bytes=2**27),
+        make_manifest(chunk_digests=[]),
+        make_manifest(chunk_digests=[bytes(32)] * 3),
+        make_manifest(chunk_digests=[bytes(16)] * 2),
+        make_manifest(tensors=[]),
+        make_manifest(extra=1),
+        make_manifest(version="0"),
+        change_tensor(0, shape=[2, 4]),
+        change_tensor(0, shape=[-2, -3]),
+        change_tensor(0, shape=[2**47, 2**47]),
+        change_tensor(0, num_bytes=28),
+        change_tensor(0, dtype="complex64"),
+        change_tensor(0, name="b"),
+        change_tensor(0, name=""),
+        change_tensor(1, offset=0),
+        change_tensor(1, offset=128),
+        change_tensor(1, offset=24),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(fields):
+    with pytest.raises(WeightMismatchError, match="consistent"):
+        read(fields)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x90" * 2000, b"\x01"])
+def test_rubbish_is_not_a_manifest(data):
+    with pytest.raises(WeightMismatchError, match="consistent"):
+        Manifest.from_bytes(data, expected_digest=manifest_digest(data), max_total_bytes=2**20)
+
+
+def test_a_manifest_with_another_digest_is_refused():
+    with pytest.raises(WeightMismatchError, match="digest"):
+        Manifest.from_bytes(
+            msgpack.packb(make_manifest()), expected_digest="00" * 32, max_total_bytes=2**20
+        )
+
+
+def test_a_huge_claim_is_refused_before_memory_is_taken():
+    fields = huge_manifest()
+    tracemalloc.start()
+    try:
+        with pytest.raises(WeightMismatchError, match=str(2**40)):
+            read(fields, limit=2**30)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**24  # the manifest's own half megabyte, several times over; not its claim
+
+
+def test_a_view_past_the_end_of_the_buffer_is_refused():
+    specs = read(make_manifest()).tensors
+    with pytest.raises(WeightMismatchError, match="b ends at byte 164"):
+        list(tensor_views(bytearray(163), specs))
