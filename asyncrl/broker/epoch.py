@@ -13,6 +13,7 @@ A request for work is answered by the first of these that applies; * closes the 
                    same weights in every epoch.
 """
 
+import logging
 from collections.abc import Sequence
 
 from typing_extensions import Buffer
@@ -38,6 +39,8 @@ from asyncrl.wire.messages import (
     WantEval,
     Work,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Epoch:
@@ -184,6 +187,11 @@ class Epoch:
     def expire(self, now_s: float) -> None:
         """Groups that take longer than `group_timeout_s` are lost attempts."""
         for group_id in self.groups.overdue(now_s):
+            log.warning(
+                "group %d took longer than pipeline.group_timeout_s=%g and is lost",
+                group_id,
+                self._settings.group_timeout_s,
+            )
             self.groups.fail(group_id, retry=True)
 
     def beat(self, peer: Peer) -> list[Outgoing]:

@@ -50,11 +50,11 @@ def run(config: RunConfig, *, run_id: str, token: str, address_file: Path | None
             write_address(address_file, endpoint=listener.endpoint, run_id=run_id)
         broker = Broker(settings, now_s=time.monotonic())
         try:
-            _serve(broker, listener)
+            serve(broker, listener)
         except KeyboardInterrupt:
             now_s = time.monotonic()
             interrupted = PeerLostError("the broker was interrupted")
-            _send_all(broker, listener, broker.stop(interrupted, now_s), now_s)
+            send_all(broker, listener, broker.stop(interrupted, now_s), now_s)
             raise
     finally:
         listener.close()
@@ -74,7 +74,7 @@ def write_address(path: Path, *, endpoint: str, run_id: str) -> None:
     draft.replace(path)
 
 
-def _serve(broker: Broker, listener: Listener) -> None:
+def serve(broker: Broker, listener: Listener) -> None:
     """Receive, handle, send; returns when the run is over and peers had time to say Bye."""
     report_s = time.monotonic() + _REPORT_S
     over_s: float | None = None
@@ -88,7 +88,7 @@ def _serve(broker: Broker, listener: Listener) -> None:
             out = broker.handle(incoming.sender, incoming.message, incoming.frames, now_s)
         else:
             out = []
-        _send_all(broker, listener, out + broker.tick(now_s), now_s)
+        send_all(broker, listener, out + broker.tick(now_s), now_s)
         if now_s >= report_s:
             report_s = now_s + _REPORT_S
             log.info("%s", json.dumps(broker.status(now_s)))
@@ -100,7 +100,7 @@ def _serve(broker: Broker, listener: Listener) -> None:
                 return
 
 
-def _send_all(broker: Broker, listener: Listener, out: list[Outgoing], now_s: float) -> None:
+def send_all(broker: Broker, listener: Listener, out: list[Outgoing], now_s: float) -> None:
     """Send; whoever cannot be reached is lost at once, which may cause further messages."""
     while out:
         unreachable = [
@@ -108,5 +108,4 @@ def _send_all(broker: Broker, listener: Listener, out: list[Outgoing], now_s: fl
         ]
         out = []
         for receiver in dict.fromkeys(unreachable):
-            log.warning("a peer cannot be reached")
             out += broker.unreachable(receiver, now_s)

@@ -16,6 +16,7 @@ This file: who is here, and when the run ends. What peers work on is epoch.py.
 Invariant: once the run is over every peer is told so, at that moment and again whenever it speaks.
 """
 
+import logging
 from collections.abc import Sequence
 
 from typing_extensions import Buffer
@@ -41,6 +42,8 @@ from asyncrl.wire.messages import (
     WantWork,
     Welcome,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Broker:
@@ -146,8 +149,10 @@ class Broker:
             last_epoch = self.epoch.number if self.epoch is not None else None
             reason = conflict(hello, self.peers, last_epoch=last_epoch, now_s=now_s)
         if reason is not None:
+            log.warning("refused a %s named %r: %s", hello.role, hello.name, reason)
             self._outbox.append(Outgoing(sender, Refuse(reason=reason)))
             return
+        log.info("%s %r joined", hello.role, hello.name)
         before = self.peers.named(hello.name)
         if before is not None:
             self._lose(before, "started again")
@@ -223,6 +228,7 @@ class Broker:
             self._end(f"all {self._settings.num_steps} steps are trained", None)
 
     def _lose(self, peer: Peer, why: str) -> None:
+        log.warning("%s %r is gone: %s", peer.role, peer.name, why)
         self.peers.remove(peer)
         if peer.role == "learner":
             self._fail(PeerLostError(f"learner {peer.name!r} is lost: {why}"))

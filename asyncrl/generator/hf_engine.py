@@ -30,7 +30,7 @@ from asyncrl.generator.sampling import CompletionStream, nonfinite_rows, sample
 from asyncrl.types import FinishReason, VersionSpan
 
 MAX_PREFILL_TOKENS = 4096
-"""Padded prompt tokens of one step, which bounds its time and memory; a longer prompt goes alone."""
+"""Padded prompt tokens of one step; bounds its time and memory. A longer prompt goes alone."""
 
 
 @dataclass(slots=True)

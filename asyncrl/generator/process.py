@@ -163,12 +163,21 @@ class Generator:
         staged = self._subscriber.ready()
         if staged is None:
             return
+        if staged.epoch > self._epoch:
+            self._abandon()
         if (staged.epoch, staged.version) > (self._epoch, self._engine.version):
             with self._tracer.span("generator/adopt"):
                 self._engine.adopt(staged.version, staged.tensors())
             self._epoch = staged.epoch
             self._counts["adopted"] += 1
         staged.release()
+
+    def _abandon(self) -> None:
+        """A learner that came back begins new books: what was started for the old ones is void."""
+        for request_id in list(self._sheaves):
+            self._engine.abort(request_id)
+        self._counts["groups/abandoned"] += len(self._sheaves)
+        self._sheaves.clear()
 
     def _decode(self) -> None:
         if not self._engine.num_unfinished:
@@ -202,7 +211,9 @@ class Generator:
         self._counts[f"verdict/{verdict.status}"] += 1
         if verdict.status in ("error", "timeout"):
             log.warning("scoring %s: %s", verdict.status, verdict.detail)
-        sheaf = self._sheaves[request_id]
+        sheaf = self._sheaves.get(request_id)
+        if sheaf is None:
+            return  # abandoned while it was scored
         sheaf.verdicts[index] = verdict
         if not sheaf.complete:
             return

@@ -146,11 +146,12 @@ class HostBuffers:
         self._lent: set[HostBuffer] = set()
         self._closed = False
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int) -> list[HostBuffer]:
         """Make all buffers now: fresh pages cost several times as much as the copy into them."""
         with self._changed:
             while len(self._free) + len(self._lent) < MAX_BUFFERS:
                 self._free.append(self._make(num_bytes))
+            return list(self._free)
 
     def acquire(self, num_bytes: int, *, timeout_s: float = 60.0) -> HostBuffer:
         """A buffer that nobody reads.

@@ -75,9 +75,11 @@ class Snapshotter:
         self._tensors = _without_ties(tensors)
         self._specs, self._num_bytes = _lay_out(self._tensors, dtype)
         self._buffers = buffers
-        if buffers is not None:
-            buffers.prepare(self._num_bytes)
+        self._on_gpu = any(_device_type(tensor) == "cuda" for _, tensor in self._tensors)
         self._pinned: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+        if buffers is not None:
+            for buffer in buffers.prepare(self._num_bytes):
+                self._pin(buffer)
 
     @torch.no_grad()
     def take(self, version: int) -> Snapshot | None:
@@ -87,16 +89,26 @@ class Snapshotter:
                 _gather(tensor, DTYPES[spec.dtype])
             return None
         buffer = self._buffers.acquire(self._num_bytes)
-        on_gpu = any(_device_type(tensor) == "cuda" for _, tensor in self._tensors)
-        if on_gpu and buffer not in self._pinned:
-            _pin(buffer)
-            self._pinned.add(buffer)
+        self._pin(buffer)
         views = tensor_views(memoryview(buffer.mapping), self._specs)
         for (_, view), (_, tensor) in zip(views, self._tensors, strict=True):
             view.copy_(_gather(tensor, view.dtype), non_blocking=True)
-        if on_gpu:
+        if self._on_gpu:
             torch.cuda.current_stream().synchronize()
         return Snapshot(version=version, tensors=self._specs, buffer=buffer)
+
+    def _pin(self, buffer: HostBuffer) -> None:
+        """Register the buffer with CUDA, if that is used, for as long as the buffer lives."""
+        if not self._on_gpu or buffer in self._pinned:
+            return
+        self._pinned.add(buffer)
+        address = torch.frombuffer(buffer.mapping, dtype=torch.uint8).data_ptr()
+        runtime = torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(address, buffer.num_bytes, 0))
+        if error:
+            _log.warning("cudaHostRegister gave error %d; snapshots are copied unpinned", error)
+        else:
+            weakref.finalize(buffer, runtime.cudaHostUnregister, address)
 
 
 def _gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -142,14 +154,3 @@ def _lay_out(
             published = dtype
         entries.append((name, published, tuple(tensor.shape)))
     return lay_out(entries)
-
-
-def _pin(buffer: HostBuffer) -> None:
-    """Register the buffer with CUDA for as long as it lives."""
-    address = torch.frombuffer(buffer.mapping, dtype=torch.uint8).data_ptr()
-    runtime = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(address, buffer.num_bytes, 0))
-    if error:
-        _log.warning("cudaHostRegister gave error %d; snapshots are copied unpinned", error)
-        return
-    weakref.finalize(buffer, runtime.cudaHostUnregister, address)

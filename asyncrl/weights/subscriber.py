@@ -170,11 +170,10 @@ class Subscriber:
     def _work(self) -> None:
         try:
             while (announcement := self._next_target()) is not None:
-                done = False
-                with self._failure:
+                outcome = Handover()
+                with outcome:
                     self._stage(announcement)
-                    done = True
-                self._finish(failed=not done)
+                self._finish(outcome)
         finally:
             self._fetcher.close()
 
@@ -213,10 +212,13 @@ class Subscriber:
                 fetched, start_s=start_s, end_s=time.monotonic(), on_release=self._on_release
             )
 
-    def _finish(self, *, failed: bool) -> None:
+    def _finish(self, outcome: Handover) -> None:
+        # One step under the lock: who sees the error may start the same version again at once.
         with self._changed:
             self._busy = False
-            self._retryable = failed and self._target is None
+            if outcome.failed:
+                self._failure = outcome
+                self._retryable = self._target is None
             self._changed.notify_all()
 
     def _on_release(self) -> None:

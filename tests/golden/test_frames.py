@@ -40,6 +40,7 @@ EXAMPLES: list[tuple[m.Message, list[bytes]]] = [
             run_id="r1",
             config_digest="0123456789abcdef",
             token="s",
+            incarnation=3,
             epoch=2,
             version=40,
             cursor=1300,

@@ -6,11 +6,13 @@ import threading
 
 import pytest
 
-from asyncrl.broker.process import run
+from asyncrl.broker.process import run, send_all
+from asyncrl.broker.settings import Settings
+from asyncrl.broker.state import Broker
 from asyncrl.config import RunConfig
 from asyncrl.errors import PeerLostError
 from asyncrl.wire import messages as m
-from asyncrl.wire.channel import Channel
+from asyncrl.wire.channel import Channel, Listener
 
 RECEIVE_S = 20.0
 """Far more than any answer takes; reached only when the test fails."""
@@ -157,3 +159,22 @@ def test_the_wrong_token_opens_nothing(tmp_path, message):
     assert broker.join() is not None
     thief.close()
     learner.close()
+
+
+def test_a_peer_that_cannot_be_reached_is_lost_at_once_and_its_work_moves_on():
+    config = make_config()
+    broker = Broker(Settings.from_config(config, run_id="run-a", token="secret"))
+    known = {"run_id": "run-a", "config_digest": config.digest, "token": "secret"}
+    for name in ("learner", "gen", "gen2"):
+        role = "learner" if name == "learner" else "generator"
+        broker.handle(name.encode(), m.Hello(role=role, name=name, **known), [], 0.0)
+    listener = Listener("tcp://127.0.0.1:*", max_message_bytes=2**20)
+    # Nobody is connected: each generator in turn gets the one group and is found to be gone.
+    for name in ("gen", "gen2"):
+        out = broker.handle(name.encode(), m.WantWork(epoch=0, version=0, num_groups=1), [], 1.0)
+        send_all(broker, listener, out, 1.0)
+    assert broker.peers.generators == []
+    counts = broker.epoch.groups.ledger.counts()
+    assert (counts.admitted, counts.failed, counts.in_flight) == (2, 2, 0)
+    assert broker.over is None  # nothing was sent to the learner, so it is not known to be gone
+    listener.close()

@@ -41,6 +41,25 @@ def test_a_name_is_taken_while_its_peer_lives_and_free_once_it_is_lost():
     assert kinds(desk.say("other-socket", hello)) == ["welcome"]
 
 
+def test_a_generator_started_again_replaces_the_one_that_is_not_known_to_be_dead_yet():
+    desk = desk_at_work()
+    assert work(desk.want(num_groups=2)) == [(0, 0, 0), (1, 1, 0)]
+    hello = m.Hello(
+        role="generator",
+        name="gen",
+        run_id="run-a",
+        config_digest="cafe",
+        token="secret",
+        incarnation=1,
+    )
+    assert kinds(desk.say("gen-again", hello)) == ["welcome"]
+    received = desk.want("gen-again", num_groups=3)
+    assert kinds(received) == ["evaluate", "work"]
+    assert work(received) == [(2, 0, 1), (3, 1, 1), (4, 2, 0)]
+    assert kinds(desk.say("gen", m.Beat())) == ["refuse"]
+    assert len(desk.broker.peers) == 2
+
+
 def test_a_second_learner_is_refused_while_the_first_lives():
     desk = desk_at_work()
     [refusal] = desk.join("learner2", "learner", epoch=5)

@@ -94,6 +94,21 @@ def test_an_open_request_is_answered_by_the_announcement_so_that_k_0_goes_on():
     assert work(desk.want(version=1)) == [(2, 2, 0), (3, 3, 0)]
 
 
+def test_an_announcement_closes_the_request_so_that_work_waits_for_the_next_one():
+    desk = desk_at_work()
+    desk.join("gen2")
+    desk.want("gen2", num_groups=4)
+    desk.want(num_groups=1)
+    desk.done("gen2", 0)
+    desk.done("gen2", 1)
+    desk.batch(0)
+    desk.announce(1)
+    assert kinds(desk.got("gen")) == ["announcement"]
+    desk.say("gen2", m.Bye(reason="x", failed=True))  # two credits return
+    assert desk.got("gen") == []
+    assert work(desk.want(version=1, num_groups=1)) == [(4, 2, 1)]
+
+
 def test_a_busy_generator_hears_of_a_version_once_with_its_next_beat():
     desk = desk_at_work()
     desk.want(num_groups=2)
@@ -255,16 +270,18 @@ def test_the_evaluation_of_a_lost_generator_is_due_again_also_for_a_busy_one():
 
 def test_nothing_is_evaluated_while_newer_weights_are_on_their_way_to_the_generator():
     # It could have adopted them when Evaluate arrives, and then does not hold that version.
-    desk = desk_at_work(eval_every_steps=1, depth=1)
-    desk.want(num_groups=2)
-    evaluated(desk)
-    desk.done("gen", 0)
+    desk = desk_at_work()
+    desk.join("gen2")
+    assert kinds(desk.want("gen2", num_groups=1)) == ["evaluate", "work"]
+    desk.want(num_groups=1)
+    desk.done("gen2", 0)
     desk.done("gen", 1)
     desk.batch(0)
     desk.announce(1)
     desk.say("gen", m.Beat())
-    assert kinds(desk.want(version=0)) == ["work"]
-    assert kinds(desk.want(version=1)) == ["evaluate"]
+    desk.say("gen2", m.Bye(reason="x", failed=True))  # the evaluation is due again
+    assert kinds(desk.want(version=0, num_groups=1)) == ["work"]
+    assert kinds(desk.want(version=1, num_groups=1)) == ["evaluate", "work"]
 
 
 def test_a_generator_that_still_evaluates_for_an_earlier_learner_is_not_asked_again():

@@ -4,25 +4,25 @@ import errno
 import json
 import logging
 import shutil
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.algo import ADVANTAGES, LOSSES
 from asyncrl.errors import CheckpointError
-from asyncrl.learner.batch import build_step
 from asyncrl.learner.checkpoint import CheckpointFacts, latest, load_optimizer, save
-from asyncrl.learner.model import Policy
 from asyncrl.learner.ranks import Ranks
-from asyncrl.learner.step import Optimizer, train_step
-from asyncrl.telemetry.trace import Tracer
 from tests.models import make_tiny_model
 from tests.reference.groups import random_groups
-
-LOSS = partial(LOSSES["clipped"], clip_low=0.2, clip_high=0.28, dual_clip=3.0, tis_cap=2.0)
+from tests.reference.stepping import (
+    everything,
+    identical,
+    load_policy,
+    make_optimizer,
+    pack,
+    run_step,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,43 +30,14 @@ def model_path(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=1)
 
 
-def load(path):
-    return Policy.load(path, device=torch.device("cpu"), compute_dtype=torch.float32)
-
-
-def make_optimizer(policy):
-    return Optimizer(
-        policy,
-        learning_rate=1e-3,
-        weight_decay=0.01,
-        beta1=0.9,
-        beta2=0.99,
-        max_grad_norm=1.0,
-        num_warmup_steps=4,
-    )
+def decaying(policy):
+    return make_optimizer(policy, weight_decay=0.01, max_grad_norm=1.0, num_warmup_steps=4)
 
 
 def train(policy, optimizer, version):
     groups = random_groups(np.random.default_rng(version), num_groups=2, group_size=3, vocab=90)
-    step = build_step(
-        groups,
-        version=version,
-        max_staleness=version,
-        advantage=ADVANTAGES["mean_std"],
-        share_prompts=True,
-        micro_batch_tokens=64,
-        skip_zero_advantage=False,
-    )
-    result = train_step(
-        policy,
-        optimizer,
-        step,
-        loss=LOSS,
-        temperature=1.0,
-        ranks=Ranks(),
-        tracer=Tracer(None, process="test"),
-    )
-    assert not result.skipped
+    step = pack(groups, version=version, max_staleness=version, micro_batch_tokens=64)
+    assert not run_step(policy, optimizer, step).skipped
 
 
 def facts(version):
@@ -91,24 +62,12 @@ def store(directory, version, policy, optimizer, *, num_kept=9):
 @pytest.fixture
 def saved(model_path, tmp_path):
     """A folder with versions 1 and 2, and the policy and optimizer that made them."""
-    policy = load(model_path)
-    optimizer = make_optimizer(policy)
+    policy = load_policy(model_path)
+    optimizer = decaying(policy)
     for version in (0, 1):
         train(policy, optimizer, version)
         store(tmp_path / "c", version + 1, policy, optimizer)
     return tmp_path / "c", policy, optimizer
-
-
-def everything(policy, optimizer):
-    tensors = {name: p.detach().clone() for name, p in policy.named_weights()}
-    for name, parameter in optimizer.parameters.items():
-        for key, value in optimizer.adam.state[parameter].items():
-            tensors[f"{key}/{name}"] = value.clone()
-    return tensors
-
-
-def identical(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
 def test_three_steps_equal_two_a_restart_and_one(saved):
@@ -118,8 +77,8 @@ def test_three_steps_equal_two_a_restart_and_one(saved):
     torch.manual_seed(123)
     found = latest(directory)
     assert found.facts == facts(2)
-    resumed = load(found.path)
-    restored = make_optimizer(resumed)
+    resumed = load_policy(found.path)
+    restored = decaying(resumed)
     load_optimizer(found, restored)
     assert torch.equal(torch.get_rng_state(), rng)
     train(resumed, restored, found.facts.version)
@@ -127,11 +86,11 @@ def test_three_steps_equal_two_a_restart_and_one(saved):
 
 
 def test_a_checkpoint_before_the_first_step_resumes_too(model_path, tmp_path):
-    policy, straight = load(model_path), load(model_path)
-    store(tmp_path, 0, policy, make_optimizer(policy))
+    policy, straight = load_policy(model_path), load_policy(model_path)
+    store(tmp_path, 0, policy, decaying(policy))
     found = latest(tmp_path)
-    resumed = load(found.path)
-    optimizers = [make_optimizer(resumed), make_optimizer(straight)]
+    resumed = load_policy(found.path)
+    optimizers = [decaying(resumed), decaying(straight)]
     load_optimizer(found, optimizers[0])
     train(resumed, optimizers[0], 0)
     train(straight, optimizers[1], 0)
@@ -270,6 +229,6 @@ def test_leftovers_of_a_history_not_resumed_are_set_aside_and_never_read(saved):
 
 def test_the_optimizer_of_another_model_is_refused(saved, tmp_path):
     directory, _, _ = saved
-    other = load(make_tiny_model(tmp_path / "other", layers=1))
+    other = load_policy(make_tiny_model(tmp_path / "other", layers=1))
     with pytest.raises(CheckpointError, match="of another model"):
-        load_optimizer(latest(directory), make_optimizer(other))
+        load_optimizer(latest(directory), decaying(other))

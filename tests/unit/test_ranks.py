@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from asyncrl.learner.ranks import Ranks
 from tests.models import make_tiny_model
 from tests.reference import two_ranks
+from tests.reference.stepping import load_policy
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,8 +40,8 @@ def test_two_ranks_train_as_one_and_their_checkpoint_is_the_same(tmp_path):
     model = make_tiny_model(tmp_path / "tiny", seed=1)
     start_two("train", model, tmp_path)
 
-    policy = two_ranks.load(model)
-    optimizer = two_ranks.make_optimizer(policy)
+    policy = load_policy(model)
+    optimizer = two_ranks.decaying(policy)
     alone = two_ranks.train(policy, optimizer, Ranks())
     assert [result.skipped for result in alone] == ["", "not finite", ""]
     by_rank = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]

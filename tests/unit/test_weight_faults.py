@@ -1,6 +1,8 @@
 """The weight path against corrupt files, other runs and strangers."""
 
 import os
+import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -8,6 +10,8 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError, ProtocolError, WeightMismatchError
+from asyncrl.wire import messages
+from asyncrl.wire.channel import Channel
 from tests.unit.weight_peers import (
     TRANSPORTS,
     WAIT_S,
@@ -72,16 +76,27 @@ def test_after_an_error_the_next_version_is_fetched(tmp_path):
         assert fetch(subscriber, learner.publish(1)).version == 1
 
 
-def test_a_failed_version_can_be_tried_again(tmp_path):
+@pytest.fixture
+def _hasty_threads() -> Iterator[None]:
+    """Threads change places every few bytecodes, so that races show."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.usefixtures("_hasty_threads")
+def test_a_failed_version_can_be_tried_again_as_soon_as_the_error_is_seen(tmp_path):
     with (
         learning([("weight", torch.ones(10))], tmp_path, "shm") as learner,
         generating(tmp_path) as subscriber,
     ):
-        announcement = learner.publish(0)
-        subscriber.start(announcement.model_copy(update={"manifest_digest": "00" * 32}))
-        with pytest.raises(WeightMismatchError, match="digest"):
-            subscriber.wait(WAIT_S)
-        assert fetch(subscriber, announcement).version == 0
+        for version in range(200):
+            announcement = learner.publish(version)
+            subscriber.start(announcement.model_copy(update={"manifest_digest": "00" * 32}))
+            with pytest.raises(WeightMismatchError, match="digest"):
+                subscriber.wait(WAIT_S)
+            assert fetch(subscriber, announcement).version == version
 
 
 # runs beside each other, and askers who must not be served
