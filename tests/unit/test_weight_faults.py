@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError, ProtocolError, WeightMismatchError
+from asyncrl.weights.subscriber import StagedWeights, Subscriber
 from asyncrl.wire import messages
 from asyncrl.wire.channel import Channel
 from tests.unit.weight_peers import (
@@ -76,6 +77,13 @@ def test_after_an_error_the_next_version_is_fetched(tmp_path):
         assert fetch(subscriber, learner.publish(1)).version == 1
 
 
+def poll(subscriber: Subscriber) -> StagedWeights:
+    """As a generator does it between decode steps."""
+    while (staged := subscriber.ready()) is None:
+        pass
+    return staged
+
+
 @pytest.fixture
 def _hasty_threads() -> Iterator[None]:
     """Threads change places every few bytecodes, so that races show."""
@@ -95,7 +103,7 @@ def test_a_failed_version_can_be_tried_again_as_soon_as_the_error_is_seen(tmp_pa
             announcement = learner.publish(version)
             subscriber.start(announcement.model_copy(update={"manifest_digest": "00" * 32}))
             with pytest.raises(WeightMismatchError, match="digest"):
-                subscriber.wait(WAIT_S)
+                poll(subscriber)
             assert fetch(subscriber, announcement).version == version
 
 
