@@ -24,6 +24,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, PeerLostError
 from asyncrl.placement import count_gpus, plan_cores
 from asyncrl.telemetry.console import Follower, eval_line, step_line
+from asyncrl.weights.buffers import remove_leftovers
 
 log = logging.getLogger(__name__)
 
@@ -301,8 +302,7 @@ class Supervisor:
             signal_session(child, signal.SIGKILL)
             if child.process is not None:
                 child.process.wait()
-        for left in Path("/dev/shm").glob(f"asyncrl-{self.run_id}-*"):
-            left.unlink(missing_ok=True)
+        remove_leftovers(self.run_id)
 
 
 def signal_session(child: Child, number: signal.Signals) -> None:
