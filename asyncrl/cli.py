@@ -89,9 +89,14 @@ def _run(config: RunConfig, _options: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     run_dir = _open_run_dir(config)
     (run_dir / "config.toml").write_text(to_toml(config))
-    supervisor = Supervisor(config, run_dir, say=lambda line: console.print(line, markup=False))
-    record = provenance() | {"run_id": supervisor.run_id, "seed": config.seed}
+    record = provenance() | {"run_id": secrets.token_hex(6), "seed": config.seed}
+    if (run_dir / "run.json").exists():  # resumed: the same run, one more attempt
+        earlier = json.loads((run_dir / "run.json").read_text())
+        record |= {"run_id": earlier["run_id"], "earlier": earlier}
     (run_dir / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+    supervisor = Supervisor(
+        config, run_dir, record["run_id"], say=lambda line: console.print(line, markup=False)
+    )
     console.print(f"run {config.name}: records in {run_dir}", markup=False)
     started_s = time.monotonic()
     code = supervisor.run()

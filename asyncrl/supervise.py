@@ -58,8 +58,8 @@ class Supervisor:
 
     config: RunConfig
     run_dir: Path
+    run_id: str
     say: Callable[[str], None]
-    run_id: str = field(default_factory=lambda: secrets.token_hex(6))
     _children: dict[str, Child] = field(default_factory=dict)
     _interrupted: bool = False
 

@@ -102,7 +102,7 @@ def _lead(
             chunk_bytes=config.weights.chunk_bytes,
             token=token,
         )
-        recorder = Recorder(config, run_dir=run_dir, run_id=run_id)
+        recorder = Recorder(config, run_dir=run_dir, run_id=run_id, first_version=start.version)
         trace = run_dir / "trace" / "learner.jsonl" if config.telemetry.trace else None
         tracer = Tracer(trace, process="learner")
         joined = run_dir / "joined" / "learner"

@@ -44,6 +44,30 @@ class JsonlSink:
         self._file.close()
 
 
+def set_later_aside(path: Path, *, key: str, limit: int) -> int:
+    """Move the records with `key` >= limit out of a JSON-lines file; how many were moved.
+
+    A run that resumes at version `limit` makes those steps again; what an earlier attempt left of
+    them goes to `<name>.set-aside`, so that the file holds one history.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # A line without its end was cut off by a kill; it belongs to no finished step.
+    later = [not line.endswith("\n") or json.loads(line)[key] >= limit for line in lines]
+    if any(later):
+        aside = path.with_name(path.name + ".set-aside")
+        with aside.open("a", encoding="utf-8") as file:
+            file.writelines(line for line, moved in zip(lines, later, strict=True) if moved)
+        kept = path.with_name(path.name + ".partial")
+        kept.write_text(
+            "".join(line for line, moved in zip(lines, later, strict=True) if not moved),
+            encoding="utf-8",
+        )
+        kept.replace(path)
+    return sum(later)
+
+
 class WandbSink:
     """Forwards records to one W&B run from a thread of its own."""
 

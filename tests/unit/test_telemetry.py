@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from asyncrl.telemetry.console import Follower, summary
 from asyncrl.telemetry.metrics import resolve
 from asyncrl.telemetry.overlap import busy_intervals, merge, overlap_s
-from asyncrl.telemetry.sinks import JsonlSink
+from asyncrl.telemetry.sinks import JsonlSink, WandbSink, set_later_aside
 from asyncrl.telemetry.trace import Tracer
 
 
@@ -89,3 +89,30 @@ def test_overlap_equals_a_count_of_the_seconds_in_both(
 
 def test_summary_of_a_run_that_left_nothing_is_not_an_error(tmp_path: Path) -> None:
     assert summary(tmp_path) == {"steps": 0}
+
+
+def test_records_that_are_made_again_are_set_aside_and_none_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {s}}}\n' for s in range(5)) + '{"step": 5, "cut')
+    assert set_later_aside(path, key="step", limit=3) == 3  # steps 3, 4 and the cut line
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
+    aside = path.with_name("metrics.jsonl.set-aside").read_text()
+    assert aside == '{"step": 3}\n{"step": 4}\n{"step": 5, "cut'
+    assert set_later_aside(path, key="step", limit=3) == 0
+    assert set_later_aside(tmp_path / "absent.jsonl", key="step", limit=0) == 0
+
+
+def test_offline_wandb_keeps_every_row_in_its_own_file(tmp_path: Path) -> None:
+    """Rows of the step axis and of the evaluation axis, in whatever order (F084)."""
+    sink = WandbSink(
+        mode="offline", project="p", name="n", run_id="r1", config={"a": 1}, folder=tmp_path
+    )
+    sink.write({"step": 10, "reward/mean": 0.125})
+    sink.write({"eval/version": 8, "eval/score": 0.0625})
+    sink.write({"step": 11, "reward/mean": 0.5})
+    sink.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-r1.wandb")
+    content = file.read_bytes()
+    for value in (b"0.125", b"0.0625", b"0.5"):
+        assert value in content
+    assert sink.num_dropped == 0
