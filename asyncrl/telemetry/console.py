@@ -43,7 +43,7 @@ def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) 
         for phase in _PHASES
         if step_s > 0 and record.get(f"time/{phase}_s", 0.0) / step_s >= 0.01
     ]
-    skipped = "  SKIPPED" if record.get("optimizer/skipped") else ""
+    skipped = f"  no update: {record['skipped']}" if record.get("skipped") else ""
     return (
         f"step {record['step'] + 1:>3}/{num_steps}  reward {number('reward/mean')}  "
         f"staleness {number('staleness/mean')} (max {number('staleness/max', '.0f')} of "
