@@ -1,0 +1,45 @@
+"""Why a run failed, out of the exit codes of its processes and the errors that they left on record.
+
+Who lost a peer is only the messenger: any other end comes first, then the earliest record.
+"""
+
+import json
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def error_file(run_dir: Path, name: str) -> Path:
+    """Where the process `name` records the error that ended it: type, message, time_s."""
+    return run_dir / "errors" / f"{name}.json"
+
+
+def cause(run_dir: Path, name: str, code: int) -> str:
+    """The end of one process in a line: its error, or the signal or exit code that is known."""
+    error = _error(run_dir, name)
+    if error is not None:
+        what = f"{error['type']}: {error['message']}"
+    elif code < 0:
+        what = f"killed by {signal.Signals(-code).name}"
+    else:
+        what = f"exit code {code}"
+    return f"{name}: {what} (log: {run_dir}/logs/{name}.log)"
+
+
+def root_cause(run_dir: Path, ended: Iterable[tuple[str, int]]) -> str:
+    """`cause` of the process that failed first; `ended` are names and exit codes, at least one."""
+
+    def rank(item: tuple[str, int]) -> tuple[bool, bool, float]:
+        error = _error(run_dir, item[0])
+        if error is None:
+            return False, True, 0.0
+        return error["type"] == "PeerLostError", False, error["time_s"]
+
+    return cause(run_dir, *min(ended, key=rank))
+
+
+def _error(run_dir: Path, name: str) -> dict[str, Any] | None:
+    path = error_file(run_dir, name)
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
