@@ -39,6 +39,12 @@ def root_cause(run_dir: Path, ended: Iterable[tuple[str, int]]) -> str:
     return cause(run_dir, *min(ended, key=rank))
 
 
+def is_known(run_dir: Path, ended: Iterable[tuple[str, int]]) -> bool:
+    """Whether anybody among `ended` is more than a messenger."""
+    errors = [_error(run_dir, name) for name, _ in ended]
+    return any(error is None or error["type"] != "PeerLostError" for error in errors)
+
+
 def _error(run_dir: Path, name: str) -> dict[str, Any] | None:
     path = error_file(run_dir, name)
     found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None

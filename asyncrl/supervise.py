@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from asyncrl.causes import cause, error_file, root_cause
+from asyncrl.causes import cause, error_file, is_known, root_cause
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, PeerLostError
 from asyncrl.family import children, die_with_parent, inherit_orphans, kill_orphans
@@ -38,6 +38,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.2
 _TERMINATE_S = 4.0
 """Between SIGTERM and SIGKILL; with reaping it keeps the end of a run under 10 s."""
+
+_LAST_WORDS_S = 5.0
+"""A process that failed has this long to end, once another one has said that it lost it."""
 
 _FINISH_S = 30.0
 """After the learner is done, the others have this long to end by themselves."""
@@ -266,13 +269,16 @@ class Supervisor:
         return all(o.process is not None and o.process.poll() is None for o in others)
 
     def _root_cause(self, child: Child, code: int) -> str:
-        """The first failure among those that ended by now, `child` included."""
-        time.sleep(_POLL_S)  # the partner may be writing its error at this moment
-        ended = [(child.name, code)]
-        for other in self._children.values():
-            if other is not child and other.process is not None and other.process.poll():
-                ended.append((other.name, other.process.returncode))
-        return root_cause(self.run_dir, ended)
+        """The first failure; a partner that only lost its peer waits for that peer's own words."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        ended = {child.name: code}
+        while True:
+            time.sleep(_POLL_S)  # who failed first may be writing its error at this moment
+            for other in self._children.values():
+                if other.process is not None and other.process.poll():
+                    ended[other.name] = other.process.returncode
+            if is_known(self.run_dir, ended.items()) or time.monotonic() > deadline_s:
+                return root_cause(self.run_dir, ended.items())
 
     def _joined_file(self, child: Child) -> Path:
         return self.run_dir / "joined" / child.name

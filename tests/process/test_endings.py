@@ -178,3 +178,17 @@ def test_a_missing_shared_key_is_named_before_anything_starts(model: Path, tmp_p
     assert str(key) in output
     assert "Traceback" not in output
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_learner_that_fails_is_named_with_its_own_words(model: Path, tmp_path: Path) -> None:
+    """It tells the broker before it has ended itself; the broker's end must not be the cause."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "checkpoints").write_text("a file where a folder should be")
+    code, output = finish(
+        start_run(write_config(tmp_path, model), run_dir, "checkpoint.every_steps=2"), timeout_s=60
+    )
+    assert code == 1, output
+    assert "FAILED: learner: CheckpointError: version 2 could not be saved" in output
+    # What other hosts see of it.
+    assert "CheckpointError: version 2" in (run_dir / "logs" / "broker.log").read_text()
