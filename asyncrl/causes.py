@@ -4,10 +4,14 @@ Who lost a peer is only the messenger: any other end comes first, then the earli
 """
 
 import json
+import os
 import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+_FULL_BYTES = 2**16
+"""A disk with less room than this has just refused something."""
 
 
 def error_file(run_dir: Path, name: str) -> Path:
@@ -24,6 +28,8 @@ def cause(run_dir: Path, name: str, code: int) -> str:
         what = f"killed by {signal.Signals(-code).name}"
     else:
         what = f"exit code {code}"
+        if _is_full(run_dir):
+            what += ": the disk of run_dir is full, its error could not be written"
     return f"{name}: {what} (log: {run_dir}/logs/{name}.log)"
 
 
@@ -49,3 +55,11 @@ def _error(run_dir: Path, name: str) -> dict[str, Any] | None:
     path = error_file(run_dir, name)
     found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
     return found
+
+
+def _is_full(run_dir: Path) -> bool:
+    try:
+        facts = os.statvfs(run_dir)
+    except OSError:
+        return False
+    return facts.f_bavail * facts.f_frsize < _FULL_BYTES

@@ -214,9 +214,11 @@ def _record_first(path: Path, text: str) -> None:
         draft.write_text(text)
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
-        draft.unlink()
     except OSError as error:  # a full disk may be the very failure
         log.error("%s could not be written: %s", path, error)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 def _exit_on_signal(number: int, _frame: object) -> None:

@@ -90,6 +90,15 @@ def test_of_several_ranks_the_first_to_fail_is_on_record(tmp_path: Path) -> None
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_an_error_that_a_full_disk_swallowed_is_put_down_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "errors"
+    path.symlink_to("/dev/full")  # as little room as there is; not a folder either
+    _record_first(path / "learner.json", "x")
+    assert root_cause(tmp_path, [("learner", 1)]).startswith("learner: exit code 1 (log")
+    # /proc is a file system without any free byte.
+    assert "the disk of run_dir is full" in root_cause(Path("/proc"), [("learner", 1)])
+
+
 ORPHAN = """
 import subprocess, sys
 from asyncrl.family import children, inherit_orphans, kill_orphans
