@@ -236,9 +236,9 @@ class WeightsConfig(Section):
     """auto: shared memory when broker.address is of this host and /dev/shm has room, else tcp."""
 
     host: str = "127.0.0.1"
-    """The learner's address as generators reach it (tcp)."""
+    """The learner's host as generators reach it (tcp); to be set when they are on other hosts."""
 
-    chunk_bytes: int = Field(4 * 2**20, ge=2**10)
+    chunk_bytes: int = Field(4 * 2**20, ge=2**10, le=2**26)
     chunks_in_flight: int = Field(8, ge=1)
     timeout_s: float = Field(60.0, gt=0)
     """A chunk that does not arrive by then is an error."""
@@ -348,6 +348,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"broker.address={self.broker.address!r} is reachable from other hosts and "
                 "broker.token_path is empty; name a file with a shared key"
+            )
+        if not self.is_loopback and self.weights.host.startswith(("127.", "localhost")):
+            raise ValueError(
+                f"broker.address={self.broker.address!r} is for several hosts, and weights.host="
+                f"{self.weights.host!r} would send their generators to themselves for weights; set "
+                "it to the address of the learner's host"
             )
         return self
 

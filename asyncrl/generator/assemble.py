@@ -1,12 +1,13 @@
 """Builds a generator from a configuration and runs it."""
 
 import logging
+import sys
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, PeerLostError
+from asyncrl.errors import ConfigError, PeerLostError, in_a_line
 from asyncrl.generator.hf_engine import HFEngine
 from asyncrl.generator.process import Generator
 from asyncrl.generator.prompts import PromptRenderer
@@ -71,7 +72,6 @@ def run(
     trace = run_dir / "trace" / f"{name}.jsonl" if config.telemetry.trace else None
     tracer = Tracer(trace, process=name)
     mark_joined(run_dir, name)
-    reason, failed = "generator failed", True
     try:
         stop = Generator(
             config,
@@ -85,9 +85,10 @@ def run(
         if stop.failed:
             raise PeerLostError(f"the broker stopped this generator: {stop.reason}")
         log.info("stopping: %s", stop.reason)
-        reason, failed = stop.reason, False
     finally:
-        mailbox.close(reason, failed=failed)
+        error = sys.exception()
+        done = "told to stop" if error is None else in_a_line(error)
+        mailbox.close(done, failed=error is not None)
         pool.close()
         subscriber.close()
         tracer.close()

@@ -52,17 +52,17 @@ def set_later_aside(path: Path, *, key: str, limit: int) -> int:
     """
     if not path.exists():
         return 0
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # Bytes: only b"\n" ends a line (text has more line ends), and a kill may cut a character in two.
+    with path.open("rb") as file:
+        lines = list(file)
     # A line without its end was cut off by a kill; it belongs to no finished step.
-    later = [not line.endswith("\n") or json.loads(line)[key] >= limit for line in lines]
+    later = [not line.endswith(b"\n") or json.loads(line)[key] >= limit for line in lines]
     if any(later):
-        aside = path.with_name(path.name + ".set-aside")
-        with aside.open("a", encoding="utf-8") as file:
-            file.writelines(line for line, moved in zip(lines, later, strict=True) if moved)
+        with path.with_name(path.name + ".set-aside").open("ab") as aside:
+            aside.writelines(line for line, moved in zip(lines, later, strict=True) if moved)
         kept = path.with_name(path.name + ".partial")
-        kept.write_text(
-            "".join(line for line, moved in zip(lines, later, strict=True) if not moved),
-            encoding="utf-8",
+        kept.write_bytes(
+            b"".join(line for line, moved in zip(lines, later, strict=True) if not moved)
         )
         kept.replace(path)
     return sum(later)

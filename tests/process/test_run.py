@@ -17,6 +17,7 @@ from tests.process.runs import (
     finish,
     records,
     start_run,
+    wait_for,
     write_config,
 )
 
@@ -215,12 +216,3 @@ def test_a_run_killed_between_checkpoints_resumes_with_one_history(
     assert set(ordinals) == set(range(last * 4))  # groups_per_step = 4: none lost
     assert all(ordinals.count(o) == 4 for o in set(ordinals))  # group_size = 4: none twice
     assert (run_dir / "checkpoints" / f"version-{last:06d}").is_dir()
-
-
-def wait_for(condition, process, *, timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if process.poll() is not None or time.monotonic() > deadline:
-            output = process.communicate()[0] if process.poll() is not None else "(timeout)"
-            raise AssertionError(f"the run ended or hung early:\n{output}")
-        time.sleep(0.05)

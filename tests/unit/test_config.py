@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import RunConfig, read_config, to_toml
 from asyncrl.errors import ConfigError
+from asyncrl.weights.manifest import MAX_CHUNK_BYTES
 
 MINIMAL = """
 [model]
@@ -101,3 +102,16 @@ def test_digest_changes_with_what_processes_must_agree_on_and_only_with_that(fil
     assert read_config(file, ["pipeline.max_staleness=7"]).digest != base
     assert read_config(file, ["run_dir=elsewhere"]).digest == base
     assert read_config(file, ["telemetry.trace=false"]).digest == base
+
+
+def test_weights_of_a_run_on_several_hosts_are_not_looked_for_on_loopback(file: Path) -> None:
+    overrides = ["broker.address=tcp://10.0.0.1:5555", "broker.token_path=key"]
+    with pytest.raises(ConfigError, match=r"weights\.host='127.0.0.1'"):
+        read_config(file, overrides)
+    assert read_config(file, [*overrides, "weights.host=10.0.0.2"]).weights.host == "10.0.0.2"
+
+
+def test_a_chunk_that_no_manifest_allows_is_refused_before_anything_starts(file: Path) -> None:
+    assert read_config(file, [f"weights.chunk_bytes={MAX_CHUNK_BYTES}"])
+    with pytest.raises(ConfigError, match=r"weights\.chunk_bytes"):
+        read_config(file, [f"weights.chunk_bytes={MAX_CHUNK_BYTES + 1}"])

@@ -55,6 +55,20 @@ def test_a_follower_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
     assert list(follower.new()) == [{"a": 2}]
 
 
+def test_a_follower_shows_only_what_is_new_when_a_resumed_run_takes_steps_back(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {s}, "of": "first"}}\n' for s in range(5)))
+    follower = Follower(path)
+    assert [record["step"] for record in follower.new()] == [0, 1, 2, 3, 4]
+    set_later_aside(path, key="step", limit=2)
+    assert list(follower.new()) == []
+    with path.open("a") as file:
+        file.writelines(f'{{"step": {s}, "of": "the second attempt"}}\n' for s in range(2, 7))
+    assert [record["step"] for record in follower.new()] == [2, 3, 4, 5, 6]
+
+
 def test_spans_are_written_as_chrome_trace_events_and_totalled(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path / "t.jsonl", process="p")
     tracer.add("x", 10.0, 10.5)
@@ -100,6 +114,29 @@ def test_records_that_are_made_again_are_set_aside_and_none_is_lost(tmp_path: Pa
     assert aside == '{"step": 3}\n{"step": 4}\n{"step": 5, "cut'
     assert set_later_aside(path, key="step", limit=3) == 0
     assert set_later_aside(tmp_path / "absent.jsonl", key="step", limit=0) == 0
+
+
+def test_only_a_newline_ends_a_record_and_a_cut_character_is_no_error(tmp_path: Path) -> None:
+    """Completions hold whatever a model samples: U+2028 and U+0085 are line ends to str alone."""
+    path = tmp_path / "rollouts.jsonl"
+    sink = JsonlSink(path)
+    for step in range(3):
+        sink.write({"step": step, "text": "a\u2028b\x85c"})
+    sink.close()
+    whole = path.read_bytes().splitlines(keepends=True)
+    with path.open("ab") as file:
+        file.write('{"step": 3, "text": "é'.encode()[:-1])  # killed within the two bytes of é
+    assert set_later_aside(path, key="step", limit=2) == 2  # step 2 and the cut line
+    assert path.read_bytes() == whole[0] + whole[1]
+
+
+def test_training_time_of_a_resumed_run_is_that_of_all_its_attempts(tmp_path: Path) -> None:
+    """time_s begins again with each attempt; 4 steps of 30 s are 2 minutes."""
+    keys = {"reward/mean": 0.5, "staleness/max": 1.0, "staleness/mean": 1.0, "time/step_s": 30.0}
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step, time_s in enumerate((30.0, 60.0, 30.0, 60.0)):
+            file.write(json.dumps({"step": step, "time_s": time_s} | keys) + "\n")
+    assert summary(tmp_path)["train_minutes"] == 2.0
 
 
 def test_offline_wandb_keeps_every_row_in_its_own_file(tmp_path: Path) -> None:
