@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from asyncrl.errors import ConfigError
 
@@ -86,7 +86,9 @@ TaskConfig = Annotated[
     Field(discriminator="kind"),
 ]
 
-_VARIANTS = {"reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl"}
+_VARIANTS = {
+    "reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl", "hf", "vllm",
+}  # fmt: skip
 """Pydantic names the variant in the path of a fault; it is no part of the key."""
 
 
@@ -136,13 +138,9 @@ class SamplingConfig(Section):
     """0 is off."""
 
 
-class EngineConfig(Section):
-    """The inference engine of a generator."""
+class EngineSection(Section):
+    """What every inference engine is asked for."""
 
-    kind: Literal["hf"] = "hf"
-    """hf: the embedded engine over transformers, for CPU and GPU."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU or a CPU with bf16 instructions, float32 elsewhere."""
 
@@ -153,6 +151,49 @@ class EngineConfig(Section):
     """Longer prompts are skipped and counted."""
 
     max_completion_tokens: int = Field(32, ge=1)
+
+
+class HFEngineConfig(EngineSection):
+    """The embedded engine over transformers, for CPU and GPU."""
+
+    kind: Literal["hf"] = "hf"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class VllmEngineConfig(EngineSection):
+    """vLLM 0.26 to 0.33 (extra `vllm`), inside the generator's process."""
+
+    kind: Literal["vllm"] = "vllm"
+    gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
+    """Share of the GPU's memory for weights and KV cache; lower it when a learner shares the GPU."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that one engine is cut over."""
+
+    cache_policy: Literal["keep", "recompute"] = "keep"
+    """Running completions when weights are adopted: keep their KV cache (no cost; their stored log-probs
+    stay exact, no single version reproduces them), or prefill them again (exact per version, seconds)."""
+
+    enforce_eager: bool = False
+    """Without compilation and CUDA graphs: starts in seconds, decodes several times slower."""
+
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: weights are quantized as they are loaded and adopted; bfloat16 on the wire. GPU only."""
+
+
+_DEFAULT_KINDS = {"engine": "hf"}
+"""Sections that may leave out `kind`, and what it then is."""
+
+
+def _default_engine(value: object) -> object:
+    return {"kind": _DEFAULT_KINDS["engine"]} | value if isinstance(value, dict) else value
+
+
+EngineConfig = Annotated[
+    HFEngineConfig | VllmEngineConfig,
+    Field(discriminator="kind"),
+    BeforeValidator(_default_engine),
+]
 
 
 class ScoringConfig(Section):
@@ -303,7 +344,7 @@ class RunConfig(Section):
     task: TaskConfig
     pipeline: PipelineConfig = PipelineConfig()
     sampling: SamplingConfig = SamplingConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = HFEngineConfig()
     scoring: ScoringConfig = ScoringConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -414,7 +455,7 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text
-    if key == "kind" and node.get("kind") != value:
+    if key == "kind" and node.get("kind", _DEFAULT_KINDS.get(".".join(sections))) != value:
         node.clear()
     node[key] = value
 
@@ -433,6 +474,8 @@ def _explain(error: ValidationError) -> str:
                 )
             )
             message = "unknown key" + (f"; did you mean {near[0]}?" if near else "")
+            if path in known:
+                message = "not a setting of this section's kind"
         elif fault["type"] not in ("missing", "value_error"):
             message += f", got {fault['input']!r}"
         lines.append(f"{path}: {message}" if path else message)

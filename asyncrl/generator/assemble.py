@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, PeerLostError, in_a_line
-from asyncrl.generator.hf_engine import HFEngine
+from asyncrl.generator.engines import make_engine
 from asyncrl.generator.process import Generator
 from asyncrl.generator.prompts import PromptRenderer
 from asyncrl.tasks import make_task
@@ -32,12 +32,7 @@ def run(
     incarnation: int,
 ) -> None:
     """Load the model, join the broker at `endpoint`, work until it says Stop."""
-    engine = HFEngine(
-        config.model.path,
-        device=config.engine.device,
-        dtype=config.engine.dtype,
-        max_concurrent_completions=config.engine.max_concurrent_completions,
-    )
+    engine = make_engine(config.model.path, config.engine)
     if config.engine.max_prompt_tokens >= engine.max_context_tokens:
         raise ConfigError(
             f"engine.max_prompt_tokens={config.engine.max_prompt_tokens} leaves no room for a "

@@ -41,6 +41,19 @@ def test_setting_kind_to_the_same_variant_keeps_the_section(file: Path) -> None:
     assert read_config(file, ["task.kind=reverse_digits"]).task.num_digits == 5
 
 
+def test_an_engine_without_kind_is_the_embedded_one_and_vllm_has_settings_of_its_own(
+    file: Path,
+) -> None:
+    file.write_text(MINIMAL + "[engine]\nmax_prompt_tokens = 7\ndevice = 'cpu'\n")
+    assert read_config(file).engine.kind == "hf"
+    same = read_config(file, ["engine.kind=hf"]).engine
+    assert (same.kind, same.max_prompt_tokens) == ("hf", 7)
+    other = read_config(file, ["engine.kind=vllm", "engine.cache_policy=recompute"]).engine
+    assert (other.kind, other.max_prompt_tokens, other.cache_policy) == ("vllm", 512, "recompute")
+    with pytest.raises(ConfigError, match=r"engine\.device: not a setting of this section's kind"):
+        read_config(file, ["engine.kind=vllm", "engine.device=cpu"])
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -57,6 +70,9 @@ def test_setting_kind_to_the_same_variant_keeps_the_section(file: Path) -> None:
         ("sampling.top_k=5", "sampling.top_k=5"),
         ("broker.address=tcp://10.0.0.1:5000", "broker.token_path"),
         ("task.kind=nothing", "nothing"),
+        ("engine.kind=vlm", "'hf', 'vllm'"),
+        ("engine.max_prompt_token=3", "did you mean engine.max_prompt_tokens"),
+        ("engine.cache_policy=keep", "engine.cache_policy: not a setting of this section's kind"),
     ],
 )
 def test_a_bad_override_is_named(file: Path, override: str, words: str) -> None:
