@@ -246,7 +246,15 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Rewards to gradient."""
 
-    advantage: Literal["mean_std", "mean", "leave_one_out"] = "mean_std"
+    advantage: Literal[
+        "mean_std", "mean", "leave_one_out", "batch_std", "length_weighted", "max_rl", "raw"
+    ] = "mean_std"
+    """What a score is compared with (formulas in algo/advantages.py)."""
+
+    overlong_buffer_tokens: int = Field(0, ge=0)
+    """Scores fall by up to 1 over the last so many tokens before engine.max_completion_tokens, so that
+    the length limit is no cliff (DAPO); 0 is off."""
+
     loss: ClippedLoss = ClippedLoss()
     correction: CorrectionConfig = CorrectionConfig()
 
@@ -453,11 +461,6 @@ class RunConfig(Section):
                 "training needs the full support (top_p=1, top_k=0), because the learner's log-probs "
                 "are over the whole vocabulary; truncate only in eval.sampling"
             )
-        if self.pipeline.group_size < 2:
-            raise ValueError(
-                f"pipeline.group_size={self.pipeline.group_size} gives a group baseline nothing to "
-                f"compare with (algorithm.advantage={self.algorithm.advantage!r}); use 2 or more"
-            )
         if self.pipeline.group_size > self.engine.max_concurrent_completions:
             raise ValueError(
                 f"pipeline.group_size={self.pipeline.group_size} does not fit "
@@ -478,6 +481,32 @@ class RunConfig(Section):
             raise ValueError(
                 f"broker.address={self.broker.address!r} is reachable from other hosts and "
                 "broker.token_path is empty; name a file with a shared key"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_advantage(self) -> "RunConfig":
+        advantage, pipeline = self.algorithm.advantage, self.pipeline
+        if pipeline.group_size < 2 and advantage != "raw":
+            raise ValueError(
+                f"pipeline.group_size={pipeline.group_size} gives a group baseline nothing to "
+                f"compare with (algorithm.advantage={advantage!r}); use 2 or more"
+            )
+        if pipeline.zero_signal == "drop" and advantage == "raw":
+            raise ValueError(
+                'pipeline.zero_signal="drop" throws away groups of equal scores, which '
+                'algorithm.advantage="raw" learns from; use "keep"'
+            )
+        buffer = self.algorithm.overlong_buffer_tokens
+        if buffer > self.engine.max_completion_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens={buffer} exceeds "
+                f"engine.max_completion_tokens={self.engine.max_completion_tokens}"
+            )
+        if buffer > 0 and advantage == "max_rl":
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens={buffer} makes scores negative, and "
+                'algorithm.advantage="max_rl" divides by their mean'
             )
         return self
 

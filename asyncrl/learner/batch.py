@@ -119,8 +119,8 @@ def build_step(
     rows: list[_Row] = []
     trained: list[_Trained] = []
     num_mixed = 0
-    for group in groups:
-        members = _members(group, advantage, version, max_staleness)
+    for group, advantages in zip(groups, _advantages(groups, advantage), strict=True):
+        members = _members(group, advantages, version, max_staleness)
         trained += members
         num_mixed += any(m.advantage != 0 for m in members)
         kept = [m for m in members if m.advantage != 0 or not skip_zero_advantage]
@@ -160,19 +160,26 @@ def split_for_ranks(step: StepBatch, rank: int, world: int) -> StepBatch:
     return replace(step, micro_batches=tuple(share))
 
 
+def _trains(rollout: Rollout) -> bool:
+    return rollout.verdict.status == "scored" and rollout.finish_reason != "abort"
+
+
+def _advantages(groups: Sequence[RolloutGroup], advantage: Advantage) -> list[NDArray[np.float64]]:
+    """One array a group; rollouts that do not train are outside the baseline."""
+    scores = [
+        [r.verdict.score if _trains(r) else np.nan for r in group.rollouts] for group in groups
+    ]
+    lengths = [[len(r.completion_tokens) for r in group.rollouts] for group in groups]
+    return advantage(
+        [np.array(values, np.float64) for values in scores],
+        [np.array(values, np.int64) for values in lengths],
+    )
+
+
 def _members(
-    group: RolloutGroup, advantage: Advantage, version: int, max_staleness: int
+    group: RolloutGroup, advantages: NDArray[np.float64], version: int, max_staleness: int
 ) -> list[_Trained]:
     """The rollouts of a group that train, after every token's staleness was checked."""
-    trains = [r.verdict.status == "scored" and r.finish_reason != "abort" for r in group.rollouts]
-    scores = np.array(
-        [
-            rollout.verdict.score if trainable else np.nan
-            for rollout, trainable in zip(group.rollouts, trains, strict=True)
-        ],
-        np.float64,
-    )
-    advantages = advantage(scores)
     members = []
     for index, rollout in enumerate(group.rollouts):
         staleness = version - rollout.token_versions
@@ -184,7 +191,7 @@ def _members(
                 f"{rollout.token_versions[token]}; training version {version} takes versions "
                 f"{version - max_staleness}..{version} (pipeline.max_staleness={max_staleness})"
             )
-        if trains[index] and len(staleness):
+        if _trains(rollout) and len(staleness):
             members.append(_Trained(rollout, float(advantages[index]), staleness))
     return members
 

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.algo import ADVANTAGES, LOSSES, Loss
+from asyncrl.algo import ADVANTAGES, LOSSES, Advantage, Loss
+from asyncrl.algo.advantages import with_overlong_penalty
 from asyncrl.config import RunConfig
 from asyncrl.errors import NonFiniteLossError
 from asyncrl.learner import checkpoint
@@ -79,7 +80,7 @@ class Learner:
                 delivery.groups,
                 version=step,
                 max_staleness=self.config.pipeline.max_staleness,
-                advantage=ADVANTAGES[self.config.algorithm.advantage],
+                advantage=bind_advantage(self.config),
                 share_prompts=self.config.learner.share_prompts,
                 micro_batch_tokens=self.config.learner.micro_batch_tokens,
                 skip_zero_advantage=True,
@@ -148,3 +149,15 @@ def bind_loss(config: RunConfig) -> Loss:
     """The configured loss with its settings, which are named like its keyword arguments."""
     settings = config.algorithm.loss.model_dump(exclude={"kind"})
     return partial(LOSSES[config.algorithm.loss.kind], **settings)
+
+
+def bind_advantage(config: RunConfig) -> Advantage:
+    """The configured advantage, of scores that were shaped as configured."""
+    advantage = ADVANTAGES[config.algorithm.advantage]
+    if config.algorithm.overlong_buffer_tokens == 0:
+        return advantage
+    return with_overlong_penalty(
+        advantage,
+        max_completion_tokens=config.engine.max_completion_tokens,
+        buffer_tokens=config.algorithm.overlong_buffer_tokens,
+    )

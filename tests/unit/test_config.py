@@ -51,6 +51,7 @@ def test_setting_kind_to_the_same_variant_keeps_the_section(file: Path) -> None:
         ("seed", "section.key=value"),
         ("pipeline.max_staleness=-1", "pipeline.max_staleness"),
         ("pipeline.group_size=1", "pipeline.group_size=1"),
+        ("algorithm.overlong_buffer_tokens=33", "engine.max_completion_tokens=32"),
         ("pipeline.group_size=128", "engine.max_concurrent_completions=64"),
         ("eval.samples_per_prompt=128", "engine.max_concurrent_completions=64"),
         ("sampling.top_k=5", "sampling.top_k=5"),
@@ -167,3 +168,11 @@ def test_a_weight_and_a_rejection_that_do_different_jobs_are_allowed(
     file: Path, settings: str
 ) -> None:
     read_config(file, [f"algorithm.correction.{item}" for item in settings.split()])
+
+
+def test_raw_scores_need_no_group_but_every_one(file: Path) -> None:
+    assert read_config(file, ["algorithm.advantage=raw", "pipeline.group_size=1"])
+    with pytest.raises(ConfigError, match="zero_signal"):
+        read_config(file, ["algorithm.advantage=raw", "pipeline.zero_signal=drop"])
+    with pytest.raises(ConfigError, match="max_rl"):
+        read_config(file, ["algorithm.advantage=max_rl", "algorithm.overlong_buffer_tokens=4"])
