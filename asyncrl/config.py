@@ -12,17 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from asyncrl.config_algorithm import LOSS_KINDS, AlgorithmConfig
 from asyncrl.errors import ConfigError
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused, docstrings double as descriptions."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+from asyncrl.section import Section
 
 
 class ModelConfig(Section):
@@ -86,7 +80,7 @@ TaskConfig = Annotated[
     Field(discriminator="kind"),
 ]
 
-_VARIANTS = {"reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl"}
+_VARIANTS = {"reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl", *LOSS_KINDS}
 """Pydantic names the variant in the path of a fault; it is no part of the key."""
 
 
@@ -164,26 +158,6 @@ class ScoringConfig(Section):
 
     max_memory_bytes: int = Field(2**30, ge=2**26)
     """Address-space limit of a scoring process."""
-
-
-class ClippedLoss(Section):
-    """Decoupled PPO clip with token-level truncated importance sampling (losses.md section 0)."""
-
-    kind: Literal["clipped"] = "clipped"
-    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(0.28, gt=0.0)
-    dual_clip: float = Field(3.0, gt=1.0)
-    """For negative advantages the ratio counts no more than this."""
-
-    tis_cap: float = Field(2.0, gt=0.0)
-    """C: behaviour weights are truncated here."""
-
-
-class AlgorithmConfig(Section):
-    """Rewards to gradient."""
-
-    advantage: Literal["mean_std", "mean", "leave_one_out"] = "mean_std"
-    loss: ClippedLoss = ClippedLoss()
 
 
 class OptimizerConfig(Section):
@@ -343,6 +317,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"engine.max_prompt_tokens + engine.max_completion_tokens = {longest} exceeds "
                 f"learner.micro_batch_tokens={self.learner.micro_batch_tokens}"
+            )
+        if self.algorithm.num_minibatches > self.pipeline.groups_per_step:
+            raise ValueError(
+                f"algorithm.num_minibatches={self.algorithm.num_minibatches} does not fit "
+                f"pipeline.groups_per_step={self.pipeline.groups_per_step}; an update takes whole groups"
             )
         if not self.is_loopback and not self.broker.token_path:
             raise ValueError(

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from asyncrl.algo.clipped import MAX_LOG_RATIO
+from asyncrl.algo.guards import MAX_LOG_RATIO
 from asyncrl.algo.tokens import TokenBatch
 
 SUMS = ("tokens", "k1", "k3", "abs", "exp_abs", "weight", "weight_squared")
