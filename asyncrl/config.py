@@ -8,21 +8,15 @@ import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from asyncrl.config_algorithm import LOSS_KINDS, AlgorithmConfig
 from asyncrl.errors import ConfigError
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused, docstrings double as descriptions."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+from asyncrl.section import Section
 
 
 class ModelConfig(Section):
@@ -86,7 +80,7 @@ TaskConfig = Annotated[
     Field(discriminator="kind"),
 ]
 
-_VARIANTS = {"reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl"}
+_VARIANTS = {"reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl", *LOSS_KINDS}
 """Pydantic names the variant in the path of a fault; it is no part of the key."""
 
 
@@ -164,164 +158,6 @@ class ScoringConfig(Section):
 
     max_memory_bytes: int = Field(2**30, ge=2**26)
     """Address-space limit of a scoring process."""
-
-
-class ClippedLoss(Section):
-    """Decoupled PPO clip with token-level truncated importance sampling (losses.md section 0)."""
-
-    kind: Literal["clipped"] = "clipped"
-    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(0.28, gt=0.0)
-    dual_clip: float = Field(3.0, gt=1.0)
-    """For negative advantages the ratio counts no more than this."""
-
-    tis_cap: float = Field(2.0, gt=0.0)
-    """C: behaviour weights are truncated here."""
-
-
-CORRECTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "token_tis": {"weight": "token", "cap": 2.0},
-    "token_tis_two_sided": {"weight": "token", "low": 0.5, "cap": 5.0},
-    "sequence_tis": {"weight": "sequence", "cap": 2.0},
-    "icepop": {"weight": "token", "mask_low": 0.5, "mask_high": 5.0},
-    "geometric": {
-        "weight": "token", "cap": 2.0,
-        "reject": "geometric", "reject_low": 0.99, "reject_high": 1.01,
-    },
-    "k3": {"weight": "token", "cap": 2.0, "reject": "k3", "reject_high": 0.01},
-    "opsm": {"weight": "token", "cap": 2.0, "opsm_delta": 0.1},
-    "veto": {"weight": "token", "cap": 2.0, "veto": True},
-}  # fmt: skip
-"""Settings of `algorithm.correction` by its `kind`; a key given beside the kind replaces its value."""
-
-BEHAVIOUR_ANCHORED = {"behaviour_clipped"}
-"""Losses whose own ratio is pi_theta / mu."""
-
-
-class CorrectionConfig(Section):
-    """Weights for having been sampled by another policy (formulas in algo/corrections.py)."""
-
-    kind: Literal[
-        "none", "token_tis", "token_tis_two_sided", "sequence_tis", "icepop", "geometric", "k3",
-        "opsm", "veto",
-    ] = "token_tis"  # fmt: skip
-    """Sets all keys below to a named correction; each may be given beside it."""
-
-    weight: Literal["none", "token", "sequence"] = "none"
-    """Level of the importance weight pi_prox / mu."""
-
-    low: float = Field(0.0, ge=0.0)
-    """Weights below are raised to it; 0 leaves them."""
-
-    cap: float = Field(0.0, ge=0.0)
-    """C: weights above are cut down to it; 0 leaves them."""
-
-    mask_low: float = Field(0.0, ge=0.0)
-    """Tokens whose ratio is lower train nothing."""
-
-    mask_high: float = Field(0.0, ge=0.0)
-    """Tokens whose ratio is higher train nothing; 0 sets no bound."""
-
-    reject: Literal["none", "product", "geometric", "k3"] = "none"
-    """Statistic of a completion's ratios by which the whole completion is dropped."""
-
-    reject_low: float = Field(0.0, ge=0.0)
-    reject_high: float = Field(0.0, ge=0.0)
-    veto: bool = False
-    """Drop a completion with any ratio outside [1e-4, 100]."""
-
-    opsm_delta: float = Field(0.0, ge=0.0)
-    """Drop a completion with a negative advantage that became less likely by more than this many nats
-    a token; 0 is off. Published values lie three orders of magnitude apart: tune it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _start_from_kind(cls, given: Any) -> Any:  # noqa: ANN401
-        if not isinstance(given, dict):
-            return given
-        return CORRECTIONS.get(given.get("kind", "token_tis"), {}) | given
-
-
-class AlgorithmConfig(Section):
-    """Rewards to gradient."""
-
-    advantage: Literal[
-        "mean_std", "mean", "leave_one_out", "batch_std", "length_weighted", "max_rl", "raw"
-    ] = "mean_std"
-    """What a score is compared with (formulas in algo/advantages.py)."""
-
-    overlong_buffer_tokens: int = Field(0, ge=0)
-    """Scores fall by up to 1 over the last so many tokens before engine.max_completion_tokens, so that
-    the length limit is no cliff (DAPO); 0 is off."""
-
-    loss: ClippedLoss = ClippedLoss()
-    correction: CorrectionConfig = CorrectionConfig()
-
-    @model_validator(mode="after")
-    def _check_correction(self) -> "AlgorithmConfig":
-        for is_wrong, reason in _CANCELLING:
-            if is_wrong(self.loss.kind, self.correction):
-                shown = self.correction.model_dump(exclude_defaults=True, exclude={"kind"})
-                raise ValueError(
-                    f"algorithm.loss.kind={self.loss.kind!r} with algorithm.correction.kind="
-                    f"{self.correction.kind!r} ({shown}): {reason}"
-                )
-        return self
-
-
-_CANCELLING: list[tuple[Callable[[str, CorrectionConfig], bool], str]] = [
-    (
-        lambda loss, c: loss in BEHAVIOUR_ANCHORED and c.weight != "none",
-        "this loss divides by mu already, so a weight would correct twice; use "
-        "algorithm.correction.kind=none, or one that only masks or rejects (weight=none)",
-    ),
-    (
-        lambda _, c: c.weight == "none" and (c.low > 0 or c.cap > 0),
-        "low and cap bound a weight, and weight=none has none",
-    ),
-    (
-        lambda _, c: 0 < c.cap <= c.low,
-        "low must lie below cap, else every weight is the same",
-    ),
-    (
-        lambda _, c: c.weight == "token" and 0 < c.low <= c.mask_low,
-        "what low would raise, mask_low drops; give one of them",
-    ),
-    (
-        lambda _, c: 0 < c.mask_high <= c.mask_low,
-        "mask_low must lie below mask_high, else every token is dropped",
-    ),
-    (
-        lambda _, c: c.reject == "none" and (c.reject_low > 0 or c.reject_high > 0),
-        "reject_low and reject_high bound a statistic, and reject=none names none",
-    ),
-    (
-        lambda _, c: c.reject != "none" and c.reject_low == c.reject_high == 0,
-        "reject names a statistic without bounds; give reject_low or reject_high",
-    ),
-    (
-        lambda _, c: c.reject == "k3" and c.reject_low > 0,
-        "k3 is 0 where the policies agree: reject_low would drop the completions that are right",
-    ),
-    (
-        lambda _, c: 0 < c.reject_high <= c.reject_low,
-        "reject_low must lie below reject_high, else every completion is dropped",
-    ),
-    (
-        lambda _, c: (
-            c.reject in ("product", "geometric") and (c.reject_low > 1 or 0 < c.reject_high < 1)
-        ),
-        "a ratio of 1, which is what agreement gives, must lie between reject_low and reject_high",
-    ),
-    (
-        lambda _, c: c.mask_low > 1 or 0 < c.mask_high < 1,
-        "a ratio of 1, which is what agreement gives, must lie between mask_low and mask_high",
-    ),
-]
-"""Settings that count the same thing twice, or of which one undoes the other, and why. "Two weights"
-cannot be said: weight is one key. A sequence weight beside a geometric or product bound is fine: the
-one scales what the other kept. A cap above mask_high is fine: the mask then decides alone."""
 
 
 class OptimizerConfig(Section):
@@ -476,6 +312,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"engine.max_prompt_tokens + engine.max_completion_tokens = {longest} exceeds "
                 f"learner.micro_batch_tokens={self.learner.micro_batch_tokens}"
+            )
+        if self.algorithm.num_minibatches > self.pipeline.groups_per_step:
+            raise ValueError(
+                f"algorithm.num_minibatches={self.algorithm.num_minibatches} does not fit "
+                f"pipeline.groups_per_step={self.pipeline.groups_per_step}; an update takes whole groups"
             )
         if not self.is_loopback and not self.broker.token_path:
             raise ValueError(

@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl.algo.clipped import MAX_LOG_RATIO
+from asyncrl.algo.guards import MAX_LOG_RATIO, bounded_exp, num_beyond
 from asyncrl.algo.tokens import TokenBatch
 
 Level = Literal["none", "token", "sequence"]
@@ -109,7 +109,7 @@ def correct(
     """
     trained = batch.completion_mask & batch.behaviour_logprobs.isfinite()
     log_ratio = (batch.proximal_logprobs - batch.behaviour_logprobs).where(trained, 0.0)
-    ratio = _bounded_exp(log_ratio)
+    ratio = bounded_exp(log_ratio)
     sequences = _Sequences(batch.sequence, trained)
 
     raw = _raw_weights(weight, log_ratio, sequences)
@@ -129,11 +129,11 @@ def correct(
         "correction/masked_low": (trained & masked_low).sum(),
         "correction/masked_high": (trained & masked_high).sum(),
         "correction/dropped": (batch.completion_mask & (weights == 0)).sum(),
+        "correction/sequences": sequences.present.sum(),
         "correction/rejected_sequences": (sequences.present & rejected).sum(),
         "correction/vetoed_sequences": (sequences.present & vetoed).sum(),
         "correction/opsm_sequences": (sequences.present & opsm).sum(),
-        "mismatch/nonfinite": (batch.completion_mask & ~trained).sum(),
-        "mismatch/clamped": (log_ratio.abs() > MAX_LOG_RATIO).sum(),
+        "mismatch/clamped": num_beyond(log_ratio),
     }
     return Correction(weights, sums)
 
@@ -141,9 +141,9 @@ def correct(
 def _raw_weights(level: Level, log_ratio: Tensor, sequences: _Sequences) -> Tensor:
     """[T] before any bound."""
     if level == "token":
-        return _bounded_exp(log_ratio)
+        return bounded_exp(log_ratio)
     if level == "sequence":
-        product = _bounded_exp(sequences.total(log_ratio))
+        product = bounded_exp(sequences.total(log_ratio))
         return sequences.spread(product).to(log_ratio.dtype)
     return torch.ones_like(log_ratio)
 
@@ -155,18 +155,14 @@ def _rejected(
     if kind == "none":
         return torch.zeros_like(sequences.present)
     if kind == "product":
-        statistic = _bounded_exp(sequences.total(log_ratio))
+        statistic = bounded_exp(sequences.total(log_ratio))
     elif kind == "geometric":
-        statistic = _bounded_exp(sequences.mean(log_ratio))
+        statistic = bounded_exp(sequences.mean(log_ratio))
     else:
         # expm1: e^y - 1 - y cancels near 0, where healthy runs are.
         clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         statistic = sequences.mean(clamped.expm1() - clamped)
     return (statistic < low) | _above(statistic, high)
-
-
-def _bounded_exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _above(values: Tensor, bound: float) -> Tensor:

@@ -11,14 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.algo import ADVANTAGES, LOSSES, Advantage, Loss
+from asyncrl.algo import ADVANTAGES, AGGREGATIONS, Advantage
 from asyncrl.algo.advantages import with_overlong_penalty
 from asyncrl.config import RunConfig
 from asyncrl.errors import NonFiniteLossError
 from asyncrl.learner import checkpoint
-from asyncrl.learner.batch import build_step, split_for_ranks
+from asyncrl.learner.batch import StepBatch, build_step, split_for_ranks
 from asyncrl.learner.inbox import Delivery, Inbox
 from asyncrl.learner.model import Policy
+from asyncrl.learner.objective import Objective
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.recorder import Recorder
 from asyncrl.learner.step import Optimizer, StepResult, train_step
@@ -76,20 +77,12 @@ class Learner:
         with self.tracer.span("learner/wait_batch"):
             delivery = self.inbox.take(step)
         with self.tracer.span("learner/build"):
-            batch = build_step(
-                delivery.groups,
-                version=step,
-                max_staleness=self.config.pipeline.max_staleness,
-                advantage=bind_advantage(self.config),
-                share_prompts=self.config.learner.share_prompts,
-                micro_batch_tokens=self.config.learner.micro_batch_tokens,
-                skip_zero_advantage=True,
-            )
+            batch = self._build(step, delivery)
         result = train_step(
             self.policy,
             self.optimizer,
             split_for_ranks(batch, self.ranks.rank, self.ranks.world),
-            loss=bind_loss(self.config),
+            objective=Objective.of(self.config.algorithm),
             temperature=self.config.sampling.temperature,
             ranks=self.ranks,
             tracer=self.tracer,
@@ -104,10 +97,29 @@ class Learner:
                 self.recorder.rollouts(step, delivery)
             self.recorder.step(delivery, batch=batch, result=result, spans=self.tracer.totals())
 
+    def _build(self, step: int, delivery: Delivery) -> StepBatch:
+        config, algorithm = self.config, self.config.algorithm
+        return build_step(
+            delivery.groups,
+            version=step,
+            max_staleness=config.pipeline.max_staleness,
+            advantage=bind_advantage(config),
+            aggregation=partial(
+                AGGREGATIONS[algorithm.aggregation], constant=config.engine.max_completion_tokens
+            ),
+            num_minibatches=algorithm.num_minibatches,
+            mask_truncated=algorithm.mask_truncated,
+            share_prompts=config.learner.share_prompts,
+            micro_batch_tokens=config.learner.micro_batch_tokens,
+            skip_zero_advantage=not algorithm.every_token_pulls,
+        )
+
     def _check_finite(self, step: int, result: StepResult) -> None:
         if result.skipped:
             log.warning("step %d changed no weight: %s", step, result.skipped)
-        self._num_skipped = self._num_skipped + 1 if result.skipped == "not finite" else 0
+        if result.num_nonfinite and not result.skipped:
+            log.warning("step %d: %d updates were not finite", step, result.num_nonfinite)
+        self._num_skipped = self._num_skipped + 1 if result.num_nonfinite else 0
         limit = self.config.optimizer.max_skipped_steps
         if self._num_skipped >= limit:
             raise NonFiniteLossError(
@@ -143,12 +155,6 @@ class Learner:
                 num_kept=self.config.checkpoint.num_kept,
                 ranks=self.ranks,
             )
-
-
-def bind_loss(config: RunConfig) -> Loss:
-    """The configured loss with its settings, which are named like its keyword arguments."""
-    settings = config.algorithm.loss.model_dump(exclude={"kind"})
-    return partial(LOSSES[config.algorithm.loss.kind], **settings)
 
 
 def bind_advantage(config: RunConfig) -> Advantage:

@@ -75,7 +75,11 @@ class Recorder:
             "version": batch.version + 1,
             "time_s": round(now_s - self._start_s, 3),
         }
-        record |= resolve(sums, batch.counts | {"measured": result.num_measured})
+        measured = {
+            "measured": result.num_measured,
+            "sequence": result.sums.get("correction/sequences", 0.0),
+        }
+        record |= resolve(sums, batch.counts | measured)
         if result.skipped:
             record["skipped"] = result.skipped
         for sink in self._sinks:

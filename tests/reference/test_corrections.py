@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algo.corrections import correct
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.config import CORRECTIONS
+from asyncrl.config_correction import CORRECTIONS
 from tests.reference import scalar_corrections as slow
 from tests.reference.scalar_corrections import Rules, Sampled
 
@@ -223,9 +223,9 @@ def test_what_was_done_is_counted_by_reason():
         "correction/masked_low": 1,
         "correction/masked_high": 2,
         "correction/dropped": 4,
+        "correction/sequences": 2,
         "correction/rejected_sequences": 0,
         "correction/vetoed_sequences": 1,
         "correction/opsm_sequences": 0,
-        "mismatch/nonfinite": 1,
         "mismatch/clamped": 1,
     }

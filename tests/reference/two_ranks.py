@@ -18,7 +18,14 @@ from asyncrl.learner.model import Policy, shard
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.step import Optimizer, StepResult
 from tests.reference.groups import group, random_groups, rollout
-from tests.reference.stepping import load_policy, make_optimizer, pack, run_step
+from tests.reference.stepping import (
+    load_policy,
+    make_optimizer,
+    micro_batches,
+    pack,
+    replace_micro_batches,
+    run_step,
+)
 
 FACTS = CheckpointFacts(version=3, epoch=1, cursor=7, config_digest="d", run_name="r")
 
@@ -28,13 +35,13 @@ def steps() -> list[StepBatch]:
     in which a second rank has nothing to do."""
     groups = random_groups(np.random.default_rng(3), num_groups=5, group_size=3, vocab=90)
     clean = pack(groups, micro_batch_tokens=40)
-    assert len(clean.micro_batches) % 2 == 1
-    first, second, *rest = clean.micro_batches
+    first, second, *rest = micro_batches(clean)
+    assert len(rest) % 2 == 1
     broken = np.full_like(second.advantages, np.nan)
     # Micro-batch 1 is rank 1's alone.
-    poisoned = replace(clean, micro_batches=(first, replace(second, advantages=broken), *rest))
+    poisoned = replace_micro_batches(clean, [first, replace(second, advantages=broken), *rest])
     small = pack([group([4], [rollout([5, 6], score=0.0), rollout([7], score=1.0)])])
-    assert len(small.micro_batches) == 1
+    assert len(micro_batches(small)) == 1
     return [clean, poisoned, small]
 
 

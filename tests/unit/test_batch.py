@@ -9,6 +9,7 @@ from asyncrl.algo import ADVANTAGES
 from asyncrl.errors import ConfigError, StaleRolloutError
 from asyncrl.learner.batch import build_step, split_for_ranks
 from tests.reference.groups import group, random_groups, rollout
+from tests.reference.stepping import aggregation, micro_batches
 
 
 def build(groups, **changes):
@@ -16,6 +17,9 @@ def build(groups, **changes):
         "version": 0,
         "max_staleness": 0,
         "advantage": ADVANTAGES["mean"],
+        "aggregation": aggregation("token_mean"),
+        "num_minibatches": 1,
+        "mask_truncated": False,
         "share_prompts": True,
         "micro_batch_tokens": 64,
         "skip_zero_advantage": False,
@@ -26,7 +30,7 @@ def build(groups, **changes):
 def trained_tokens(step):
     """Every trained token as (context it is predicted from, target, mu, advantage, staleness)."""
     found = []
-    for micro in step.micro_batches:
+    for micro in micro_batches(step):
         width = micro.tokens.shape[1]
         for index, flat in enumerate(micro.predictor_index):
             if not micro.completion_mask[index]:
@@ -89,14 +93,14 @@ def test_every_token_is_trained_once_from_its_own_context(
     assert found == expected_tokens(groups, 7)
     assert step.num_tokens == len(found)
     # F077: equal counts, and N of the whole step on every rank.
-    assert len({len(part.micro_batches) for part in parts}) == 1
+    assert len({len(micro_batches(part)) for part in parts}) == 1
     assert {part.num_tokens for part in parts} == {step.num_tokens}
-    assert all(micro.tokens.size <= limit for micro in step.micro_batches)
+    assert all(micro.tokens.size <= limit for micro in micro_batches(step))
 
 
 def test_a_shared_row_is_laid_out_as_documented():
     step = build([group([11, 12, 13], [rollout([1, 2, 3], score=0.0), rollout([4, 5], score=1.0)])])
-    (micro,) = step.micro_batches
+    (micro,) = micro_batches(step)
     assert micro.tokens.tolist() == [[11, 12, 13, 1, 2, 4]]
     assert micro.segments.tolist() == [[0, 0, 0, 1, 1, 2]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
@@ -111,7 +115,7 @@ def test_without_sharing_rows_are_causal_and_padded_to_the_longest():
         [group([11, 12], [rollout([1, 2, 3], score=0.0), rollout([4], score=1.0)])],
         share_prompts=False,
     )
-    (micro,) = step.micro_batches
+    (micro,) = micro_batches(step)
     assert micro.tokens.tolist() == [[11, 12, 1, 2], [11, 12, 0, 0]]
     assert micro.segments.tolist() == [[0, 0, 1, 1], [0, 0, -1, -1]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
@@ -180,7 +184,8 @@ def test_zero_advantage_rows_may_be_left_out_but_stay_in_n():
     assert sorted(target for _, target, *_ in trained_tokens(step)) == [3, 5]
     assert step.sums["groups/frac_mixed"] == 1
     nothing = build([constant], skip_zero_advantage=True)
-    assert (nothing.num_tokens, nothing.has_signal, nothing.micro_batches) == (4, False, ())
+    assert (nothing.num_tokens, micro_batches(nothing)) == (4, [])
+    assert not nothing.minibatches[0].has_signal
 
 
 def test_a_rollout_longer_than_a_micro_batch_names_the_setting():
@@ -193,12 +198,13 @@ def test_a_rollout_longer_than_a_micro_batch_names_the_setting():
 
 def test_a_rounding_above_zero_is_zero_and_nan_stays_to_be_counted():
     members = [rollout([2, 3], score=0.0, logprobs=[5e-4, np.nan]), rollout([2], score=1.0)]
-    (micro,) = build([group([1], members)]).micro_batches
+    (micro,) = micro_batches(build([group([1], members)]))
     assert micro.behaviour_logprobs[0] == 0.0
     assert np.isnan(micro.behaviour_logprobs[1])
 
 
 def test_an_empty_step_has_nothing_to_train():
     step = build([group([1], [rollout([2], status="error"), rollout([3], status="error")])])
-    assert (step.num_tokens, step.has_signal, step.micro_batches) == (0, False, ())
-    assert split_for_ranks(step, 1, 2).micro_batches == ()
+    assert (step.num_tokens, micro_batches(step)) == (0, [])
+    assert not step.minibatches[0].has_signal
+    assert micro_batches(split_for_ranks(step, 1, 2)) == []

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import CORRECTIONS, RunConfig, read_config, to_toml
+from asyncrl.config import RunConfig, read_config, to_toml
+from asyncrl.config_correction import CORRECTIONS
 from asyncrl.errors import ConfigError
 
 MINIMAL = """
@@ -46,7 +47,7 @@ def test_setting_kind_to_the_same_variant_keeps_the_section(file: Path) -> None:
         ("pipelines.num_steps=3", "did you mean pipeline"),
         ("pipeline.num_step=3", "did you mean pipeline.num_steps"),
         ("task.num_digit=3", "did you mean task.num_digits"),
-        ("algorithm.loss.tiscap=3", "did you mean algorithm.loss.tis_cap"),
+        ("algorithm.loss.cliplow=3", "did you mean algorithm.loss.clip_low"),
         ("model.path.x=3", "path is a value, not a section"),
         ("seed", "section.key=value"),
         ("pipeline.max_staleness=-1", "pipeline.max_staleness"),

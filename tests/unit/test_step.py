@@ -17,8 +17,10 @@ from tests.reference.stepping import (
     identical,
     load_policy,
     make_optimizer,
+    micro_batches,
     pack,
     plain_logprobs,
+    replace_micro_batches,
     run_step,
 )
 
@@ -140,17 +142,17 @@ def test_sums_describe_the_loss_and_entropy_is_that_of_the_model(model_path):
     # One update per batch: the ratio is 1, so nothing is ever clipped.
     assert result.sums["ratio/clipped_high"] == result.sums["ratio/clipped_low"] == 0
     assert 0 < result.values["policy/entropy"] < math.log(110)
-    assert 0 < result.sums["tis/weight"] <= 2.0 * step.num_tokens
+    assert 0 < result.sums["correction/weight"] <= 2.0 * step.num_tokens
 
 
 def test_a_gradient_that_is_not_finite_changes_no_bit(model_path):
     # F015: one clean step, one poisoned, one clean; the poisoned one might not have been.
     groups = random_groups(np.random.default_rng(2), num_groups=2, group_size=3, vocab=90)
     clean = pack(groups)
-    micro = clean.micro_batches[0]
+    (micro,) = micro_batches(clean)
     micro_advantages = micro.advantages.copy()
     micro_advantages[0] = np.nan
-    poisoned = replace(clean, micro_batches=(replace(micro, advantages=micro_advantages),))
+    poisoned = replace_micro_batches(clean, [replace(micro, advantages=micro_advantages)])
     policy, control = load_policy(model_path), load_policy(model_path)
     optimizer, control_optimizer = make_optimizer(policy), make_optimizer(control)
     run_step(policy, optimizer, clean)
