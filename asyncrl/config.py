@@ -90,6 +90,10 @@ class PipelineConfig(Section):
     max_staleness: int = Field(2, ge=0)
     """k: no token is trained on more than this many versions after it was sampled. 0 is synchronous."""
 
+    adaptive_staleness: bool = False
+    """Lower the bound for new groups while sampler and learner drift apart, never above max_staleness
+    (learner/controller.py)."""
+
     depth: int = Field(1, ge=1)
     """Steps' worth of groups that may be open: started and not yet taken by a step. 1 keeps groups
     fresh, so that a run does not sit at k; more keeps large engines full and hides long tails. Raise it
@@ -263,6 +267,11 @@ class TelemetryConfig(Section):
     wandb: Literal["off", "online", "offline"] = "off"
     wandb_project: str = "asyncrl"
     trace: bool = True
+    alerts: Literal["warn", "stop", "off"] = "warn"
+    """When a metric leaves its healthy range (telemetry/alerts.py): say so, end the run, or nothing."""
+
+    grad_cosine: bool = False
+    """Compare each gradient with the one before it, over a sample of up to a million elements."""
 
 
 class RunConfig(Section):

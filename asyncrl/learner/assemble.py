@@ -11,6 +11,8 @@ from transformers import AutoTokenizer
 from asyncrl.config import RunConfig
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner import checkpoint
+from asyncrl.learner.controller import StalenessController
+from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.inbox import Inbox
 from asyncrl.learner.model import Policy, choose_dtype, shard
 from asyncrl.learner.process import Learner, StartPoint
@@ -122,6 +124,7 @@ def _lead(
                 publisher=publisher,
                 recorder=recorder,
                 tracer=tracer,
+                **_watchers(config, optimizer),
             ).run()
         finally:
             recorder.close()
@@ -155,7 +158,18 @@ def _follow(
         publisher=None,
         recorder=None,
         tracer=Tracer(None, process=f"learner-{ranks.rank}"),
+        **_watchers(config, optimizer),
     ).run()
+
+
+def _watchers(config: RunConfig, optimizer: Optimizer) -> dict[str, Any]:
+    """What observes the steps, the same on every rank; fields of Learner."""
+    found: dict[str, Any] = {}
+    if config.telemetry.grad_cosine:
+        found["sketch"] = GradientSketch(optimizer.parameters.values())
+    if config.pipeline.adaptive_staleness:
+        found["controller"] = StalenessController(config.pipeline.max_staleness)
+    return found
 
 
 def publication_dtype(config: RunConfig, policy: Policy) -> PublicationDtype:

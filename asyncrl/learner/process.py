@@ -14,9 +14,11 @@ from typing import Any
 from asyncrl.algo import ADVANTAGES, AGGREGATIONS, Advantage
 from asyncrl.algo.advantages import with_overlong_penalty
 from asyncrl.config import RunConfig
-from asyncrl.errors import NonFiniteLossError
+from asyncrl.errors import NonFiniteLossError, ProtocolError
 from asyncrl.learner import checkpoint
 from asyncrl.learner.batch import StepBatch, build_step, split_for_ranks
+from asyncrl.learner.controller import Decision, StalenessController
+from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.inbox import Delivery, Inbox
 from asyncrl.learner.model import Policy
 from asyncrl.learner.objective import Objective
@@ -56,6 +58,8 @@ class Learner:
     publisher: Publisher | None
     recorder: Recorder | None
     tracer: Tracer
+    sketch: GradientSketch | None = None
+    controller: StalenessController | None = None
     _num_skipped: int = 0
 
     def run(self) -> None:
@@ -86,8 +90,10 @@ class Learner:
             temperature=self.config.sampling.temperature,
             ranks=self.ranks,
             tracer=self.tracer,
+            sketch=self.sketch,
         )
         self._check_finite(step, result)
+        bound = self._adapt(result)
         if step + 1 < self.config.pipeline.num_steps:
             self.inbox.want(step + 1)
         self._publish(step + 1)
@@ -95,14 +101,22 @@ class Learner:
         if self.recorder is not None:
             with self.tracer.span("learner/record"):
                 self.recorder.rollouts(step, delivery)
-            self.recorder.step(delivery, batch=batch, result=result, spans=self.tracer.totals())
+            self.recorder.step(
+                delivery, batch=batch, result=result, bound=bound, spans=self.tracer.totals()
+            )
 
     def _build(self, step: int, delivery: Delivery) -> StepBatch:
         config, algorithm = self.config, self.config.algorithm
+        if delivery.max_staleness > config.pipeline.max_staleness:
+            raise ProtocolError(
+                f"the batch of step {step} was admitted under a staleness bound of "
+                f"{delivery.max_staleness}, above pipeline.max_staleness="
+                f"{config.pipeline.max_staleness}"
+            )
         return build_step(
             delivery.groups,
             version=step,
-            max_staleness=config.pipeline.max_staleness,
+            max_staleness=delivery.max_staleness,
             advantage=bind_advantage(config),
             aggregation=partial(
                 AGGREGATIONS[algorithm.aggregation], constant=config.engine.max_completion_tokens
@@ -113,6 +127,20 @@ class Learner:
             micro_batch_tokens=config.learner.micro_batch_tokens,
             skip_zero_advantage=not algorithm.every_token_pulls,
         )
+
+    def _adapt(self, result: StepResult) -> Decision:
+        """The staleness bound after this step; the same on every rank."""
+        if self.controller is None:
+            return Decision(self.config.pipeline.max_staleness)
+        exp_abs = result.values.get("mismatch/exp_abs")
+        decision = self.controller.observe(
+            divergence=None if exp_abs is None else exp_abs - 1.0,
+            ess=result.values.get("mismatch/ess"),
+        )
+        if decision.change:
+            log.info("the staleness bound is %d from here on", decision.bound)
+            self.inbox.set_staleness(decision.bound)
+        return decision
 
     def _check_finite(self, step: int, result: StepResult) -> None:
         if result.skipped:

@@ -11,6 +11,7 @@ moments bit for bit as they were when
 | N = 0: no rollout of the minibatch trains                      | "no tokens"                       |
 | every advantage is 0, and the objective needs one              | "no signal"                       |
 | the loss or the gradient is not finite                         | "not finite"                      |
+| the correction rejected every token, and the objective needs one | "all rejected"                  |
 
 AdamW: arXiv:1711.05101. Its rate is constant after a linear warm-up, and a function of the version
 alone, so that a resumed run continues the same schedule.
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.algo import TokenBatch
 from asyncrl.learner.batch import Minibatch, StepBatch
+from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.model import Policy
 from asyncrl.learner.objective import Objective
 from asyncrl.learner.packing import MicroBatch
@@ -93,7 +95,7 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
 
-Skipped = Literal["", "no tokens", "no signal", "not finite"]
+Skipped = Literal["", "no tokens", "no signal", "not finite", "all rejected"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,8 @@ class _Update:
 
     measured: Measured
     grad_norm: float
-    is_finite: bool
+    grad_cosine: float | None
+    skipped: Skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,7 @@ def train_step(
     ranks: Ranks,
     tracer: Tracer,
     diagnose: bool = True,
+    sketch: GradientSketch | None = None,
 ) -> StepResult:
     """Train on this rank's share of the step (batch.split_for_ranks); every rank must call it.
 
@@ -189,6 +193,7 @@ def train_step(
         ranks: this process among the learner's.
         tracer: gets the spans learner/forward, learner/backward and learner/optimizer.
         diagnose: measure the mismatch by staleness (algo/diagnostics.py).
+        sketch: compares each gradient with the one before it.
     """
     minibatches = [m for m in batch.minibatches if _has_gradient(m, objective)]
     if not minibatches:
@@ -203,7 +208,8 @@ def train_step(
         totals = Totals(batch.max_staleness if diagnose else None, scorer.device)
         _accumulate(scorer, minibatch, proximal, totals, ranks.world, tracer)
         with tracer.span("learner/optimizer"):
-            updates.append(_apply(optimizer, batch.version, totals, ranks))
+            measured = totals.reduce(ranks)
+            updates.append(_apply(optimizer, batch.version, measured, objective, ranks, sketch))
     return _result(updates, optimizer.learning_rate(batch.version))
 
 
@@ -241,23 +247,37 @@ def _accumulate(
             (value * world).backward()
 
 
-def _apply(optimizer: Optimizer, version: int, totals: Totals, ranks: Ranks) -> _Update:
-    """Update the policy if loss and gradient are finite; drop the gradient either way."""
-    measured = totals.reduce(ranks)
+def _apply(
+    optimizer: Optimizer,
+    version: int,
+    measured: Measured,
+    objective: Objective,
+    ranks: Ranks,
+    sketch: GradientSketch | None,
+) -> _Update:
+    """Update the policy if there is something finite to update with; drop the gradient either way."""
     norm = optimizer.grad_norm()
-    # The same on every rank, since both numbers are: all step or none does.
-    is_finite = math.isfinite(measured.sums["loss/policy"]) and math.isfinite(float(norm))
-    if is_finite:
+    # The same on every rank, since all these numbers are: all step or none does.
+    skipped: Skipped = ""
+    if not (math.isfinite(measured.sums["loss/policy"]) and math.isfinite(float(norm))):
+        skipped = "not finite"
+    elif measured.sums["correction/weight"] == 0 and not objective.every_token_pulls:
+        # Not an update by 0: Adam's momentum would move the weights all the same.
+        skipped = "all rejected"
+    cosine = None
+    if not skipped:
+        cosine = sketch.cosine(ranks) if sketch is not None else None
         optimizer.step(version, norm)
     optimizer.clear()
-    return _Update(measured, float(norm), is_finite)
+    return _Update(measured, float(norm), cosine, skipped)
 
 
 def _result(updates: Sequence[_Update], learning_rate: float) -> StepResult:
     """The updates of a step, added up."""
     measured = Measured.total([update.measured for update in updates])
     sums = dict(measured.sums)
-    num_updates = sum(update.is_finite for update in updates)
+    num_updates = sum(not update.skipped for update in updates)
+    num_nonfinite = sum(update.skipped == "not finite" for update in updates)
     num_measured = sums.pop("tokens")
     values = {
         "policy/entropy": sums.pop("policy/entropy") / num_measured,
@@ -267,12 +287,15 @@ def _result(updates: Sequence[_Update], learning_rate: float) -> StepResult:
         "optimizer/skipped": float(num_updates == 0),
         "optimizer/updates": float(num_updates),
     }
+    cosines = [update.grad_cosine for update in updates if update.grad_cosine is not None]
+    if cosines:
+        values["optimizer/grad_cosine"] = cosines[-1]
     return StepResult(
-        skipped="" if num_updates else "not finite",
+        skipped="" if num_updates else updates[-1].skipped,
         sums={name: value for name, value in sums.items() if math.isfinite(value)},
         values={name: value for name, value in values.items() if math.isfinite(value)},
         num_measured=num_measured,
-        num_nonfinite=len(updates) - num_updates,
+        num_nonfinite=num_nonfinite,
     )
 
 

@@ -38,6 +38,8 @@ METRICS: dict[str, Metric] = {
     "staleness/mean": Metric("versions", "token", "staleness of the trained tokens"),
     "staleness/max": Metric("versions", "value", "staleness of the oldest trained token; <= k"),
     "staleness/tokens": Metric("tokens", "value", "trained tokens of staleness d"),
+    "staleness/bound": Metric("versions", "value", "staleness bound for new groups; <= k"),
+    "staleness/engine_mismatch": Metric("1", "value", "1: the lowest bound still diverges"),
     "staleness/span": Metric("versions", "value", "versions within one completion, minus 1, mean"),
     "staleness/queued_s": Metric("s", "group", "seconds a group waited in the queue"),
     "loss/policy": Metric("nats", "token", "policy loss"),
@@ -80,9 +82,12 @@ METRICS: dict[str, Metric] = {
     "mismatch/sequence_ess": Metric("1", "value", "effective share of the completions"),
     "drift/k3": Metric("nats", "value", "mismatch/k3 of stale tokens minus that at staleness 0"),
     "policy/entropy": Metric("nats", "value", "entropy of the policy at the measured tokens"),
+    "policy/entropy_ratio": Metric("1", "value", "entropy over that of the first step"),
     "optimizer/grad_norm": Metric(
         "1", "value", "gradient norm before clipping, the largest of the step"
     ),
+    "optimizer/grad_norm_ratio": Metric("1", "value", "gradient norm over the median of 50 steps"),
+    "optimizer/grad_cosine": Metric("1", "value", "cosine of this gradient and the last, sampled"),
     "optimizer/learning_rate": Metric("1", "value", "learning rate of the step"),
     "optimizer/skipped": Metric("1", "value", "1 if the step changed no weight"),
     "optimizer/updates": Metric("updates", "value", "optimizer updates of the step"),

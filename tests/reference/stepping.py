@@ -71,7 +71,7 @@ def pack(groups, **changes):
     return build_step(groups, **(arguments | changes))
 
 
-def run_step(policy, optimizer, step, *, objective=OBJECTIVE, ranks=ALONE, tracer=None):
+def run_step(policy, optimizer, step, *, objective=OBJECTIVE, ranks=ALONE, tracer=None, **more):
     return train_step(
         policy,
         optimizer,
@@ -80,6 +80,7 @@ def run_step(policy, optimizer, step, *, objective=OBJECTIVE, ranks=ALONE, trace
         temperature=1.0,
         ranks=ranks,
         tracer=tracer or Tracer(None, process="test"),
+        **more,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from asyncrl.errors import PeerLostError
 from asyncrl.learner.batch import StepBatch, split_for_ranks
 from asyncrl.learner.checkpoint import CheckpointFacts, latest, load_optimizer, save
+from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.model import Policy, shard
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.step import Optimizer, StepResult
@@ -51,7 +52,8 @@ def decaying(policy: Policy) -> Optimizer:
 
 def train(policy: Policy, optimizer: Optimizer, ranks: Ranks) -> list[StepResult]:
     shares = [split_for_ranks(step, ranks.rank, ranks.world) for step in steps()]
-    return [run_step(policy, optimizer, share, ranks=ranks) for share in shares]
+    sketch = GradientSketch(optimizer.parameters.values())
+    return [run_step(policy, optimizer, share, ranks=ranks, sketch=sketch) for share in shares]
 
 
 class NoTokenizer:
