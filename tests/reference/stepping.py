@@ -102,3 +102,16 @@ def plain_logprobs(model, prompt, completion, temperature=1.0):
     logits = model(input_ids=sequence[None]).logits[0] / temperature
     table = logits.log_softmax(-1)[:-1]
     return table.gather(1, sequence[1:, None])[len(prompt) - 1 :, 0]
+
+
+def gradient_after_first_step(optimizer):
+    """Adam's first moment is (1 - beta1) times the first gradient."""
+    return {
+        name: optimizer.adam.state[parameter]["exp_avg"] / (1 - BETA1)
+        for name, parameter in optimizer.parameters.items()
+    }
+
+
+def assert_near(found, wanted, tolerance=1e-5):
+    """Largest difference relative to the largest value of the tensor."""
+    assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())

@@ -21,6 +21,9 @@ def batch(log_ratios, staleness, mask, nonfinite=()):
         advantages=torch.ones(len(log_ratios), dtype=torch.float64),
         completion_mask=torch.tensor(mask),
         staleness=torch.tensor(staleness, dtype=torch.int32),
+        sequence=torch.zeros(len(log_ratios), dtype=torch.int64),
+        behaviour_weights=torch.ones(len(log_ratios), dtype=torch.float64),
+        scale=torch.ones(len(log_ratios), dtype=torch.float64),
     )
 
 
