@@ -435,7 +435,8 @@ def _explain(error: ValidationError) -> str:
                     path.split(".")[-1], [k.split(".")[-1] for k in known], n=1
                 )
             )
-            message = "unknown key" + (f"; did you mean {near[0]}?" if near else "")
+            hint = f"; did you mean {near[0]}?" if near else ""
+            message = "unknown key" + (" for this kind" if path in known else hint)
         elif fault["type"] not in ("missing", "value_error"):
             message += f", got {fault['input']!r}"
         lines.append(f"{path}: {message}" if path else message)

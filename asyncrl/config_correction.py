@@ -69,7 +69,10 @@ class CorrectionConfig(Section):
     def _start_from_kind(cls, given: Any) -> Any:  # noqa: ANN401
         if not isinstance(given, dict):
             return given
-        return CORRECTIONS.get(given.get("kind", "token_tis"), {}) | given
+        named = dict(CORRECTIONS.get(given.get("kind", "token_tis"), {}))
+        if given.get("weight") == "none":  # the named bounds go with the weight that they bounded
+            named.pop("low", None), named.pop("cap", None)
+        return named | given
 
     def refusals(self) -> Iterator[str]:
         """Why these settings may not stand together; nothing if they may."""

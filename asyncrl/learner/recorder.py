@@ -93,11 +93,7 @@ class Recorder:
             "version": batch.version + 1,
             "time_s": round(now_s - self._start_s, 3),
         }
-        measured = {
-            "measured": result.num_measured,
-            "sequence": result.sums.get("correction/sequences", 0.0),
-        }
-        record |= resolve(sums, batch.counts | measured)
+        record |= resolve(sums, batch.counts | result.counts)
         if result.skipped:
             record["skipped"] = result.skipped
         on, began = self._watch.step(record)

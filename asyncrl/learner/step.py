@@ -117,6 +117,12 @@ class StepResult:
     num_nonfinite: int
     """Updates whose loss or gradient was not finite."""
 
+    @property
+    def counts(self) -> dict[str, float]:
+        """What those sums are divided by, beside the batch's own counts: "measured", "sequence"."""
+        num_sequences = self.sums.get("correction/sequences", 0.0)
+        return {"measured": self.num_measured, "sequence": num_sequences}
+
 
 @dataclass(frozen=True, slots=True)
 class _Update:

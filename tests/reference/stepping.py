@@ -39,9 +39,9 @@ def aggregation(name, constant=20):
     return partial(AGGREGATIONS[name], constant=constant)
 
 
-def algorithm(kind="clipped", *, correction="token_tis", loss=(), **settings):
-    """The section `algorithm` with a loss, its settings as a dict, and a correction by kind."""
-    tree = {"loss": {"kind": kind, **dict(loss)}, "correction": {"kind": correction}, **settings}
+def algorithm(kind="clipped", *, correction="token", loss=(), **settings):
+    """The section `algorithm` with a loss, its settings as a dict, and a correction's weight."""
+    tree = {"loss": {"kind": kind, **dict(loss)}, "correction": {"weight": correction}, **settings}
     return AlgorithmConfig.model_validate(tree)
 
 
@@ -103,3 +103,16 @@ def plain_logprobs(model, prompt, completion, temperature=1.0):
     logits = model(input_ids=sequence[None]).logits[0] / temperature
     table = logits.log_softmax(-1)[:-1]
     return table.gather(1, sequence[1:, None])[len(prompt) - 1 :, 0]
+
+
+def gradient_after_first_step(optimizer):
+    """Adam's first moment is (1 - beta1) times the first gradient."""
+    return {
+        name: optimizer.adam.state[parameter]["exp_avg"] / (1 - BETA1)
+        for name, parameter in optimizer.parameters.items()
+    }
+
+
+def assert_near(found, wanted, tolerance=1e-5):
+    """Largest difference relative to the largest value of the tensor."""
+    assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.telemetry.trace import Tracer
 from tests.models import make_tiny_model
-from tests.reference.groups import group, random_groups, rollout
+from tests.reference.groups import group, random_groups, rollout, unequal_groups
 from tests.reference.stepping import (
-    BETA1,
+    assert_near,
     everything,
+    gradient_after_first_step,
     identical,
     load_policy,
     make_optimizer,
@@ -28,14 +29,6 @@ from tests.reference.stepping import (
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=1)
-
-
-def gradient_after_first_step(optimizer):
-    """Adam's first moment is (1 - beta1) times the first gradient."""
-    return {
-        name: optimizer.adam.state[parameter]["exp_avg"] / (1 - BETA1)
-        for name, parameter in optimizer.parameters.items()
-    }
 
 
 def reference_gradient(path, groups, temperature=1.0):
@@ -53,22 +46,6 @@ def reference_gradient(path, groups, temperature=1.0):
             weight = (logprobs.detach() - mu).exp().clamp(max=2.0)
             (-(weight * float(advantage) * logprobs).sum() / num_tokens).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def unequal_groups():
-    """F001: 5, 50, 7, 90, 3, 200, 11 and 64 trained tokens."""
-    generator = np.random.default_rng(0)
-
-    def one(length, score):
-        tokens = generator.integers(0, 90, length)
-        return rollout(
-            tokens, score=score, versions=[2] * length, logprobs=-generator.uniform(1, 6, length)
-        )
-
-    return [
-        group([5, 6, 7], [one(5, 0.0), one(50, 1.0), one(7, 1.0), one(90, 0.0)], group_id=0),
-        group([8], [one(3, 0.5), one(200, 0.0), one(11, 0.0), one(64, 1.0)], group_id=1),
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +74,6 @@ def test_the_gradient_does_not_depend_on_how_the_step_is_cut(
     assert found.keys() == expected_gradient.keys()
     for name, wanted in expected_gradient.items():
         assert_near(found[name], wanted)
-
-
-def assert_near(found, wanted, tolerance=1e-5):
-    """Largest difference relative to the largest value of the tensor."""
-    assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
 
 
 def test_mismatch_is_the_learners_minus_the_stored_logprob_token_by_token(model_path):

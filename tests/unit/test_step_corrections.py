@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config_algorithm import AlgorithmConfig
 from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.objective import Objective
 from tests.models import make_tiny_model
 from tests.reference.groups import group, random_groups, rollout
 from tests.reference.stepping import (
-    BETA1,
-    algorithm,
     everything,
+    gradient_after_first_step,
     identical,
     load_policy,
     make_optimizer,
@@ -29,16 +29,8 @@ def model_path(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=1)
 
 
-def gradient_after_first_step(optimizer):
-    """Adam's first moment is (1 - beta1) times the first gradient."""
-    return {
-        name: optimizer.adam.state[parameter]["exp_avg"] / (1 - BETA1)
-        for name, parameter in optimizer.parameters.items()
-    }
-
-
 def with_correction(kind):
-    return Objective.of(algorithm(correction=kind))
+    return Objective.of(AlgorithmConfig.model_validate({"correction": {"kind": kind}}))
 
 
 def test_rejected_completions_leave_the_gradient_of_the_others_and_the_denominator_alone(
