@@ -157,6 +157,16 @@ _ANCHORS: dict[str, Anchor] = {
 """The policy that a loss compares pi_theta with; cispo and dppo say it themselves."""
 
 
+class KlConfig(Section):
+    """KL to the initial model, which is then loaded a second time (formulas in algo/kl.py)."""
+
+    kind: Literal["none", "reward_k1", "loss_k2", "loss_k3"] = "none"
+    """Where the term is: in the advantages, or in the loss; all three have the gradient of the KL."""
+
+    coefficient: float = Field(1e-3, gt=0.0)
+    """Nats of loss per nat of KL."""
+
+
 class AlgorithmConfig(Section):
     """Rewards to gradient."""
 
@@ -188,6 +198,7 @@ class AlgorithmConfig(Section):
     mask_truncated: bool = False
     """Completions that hit the length limit train no token; their score stays in the baseline."""
 
+    kl: KlConfig = KlConfig()
     entropy_bonus: float = Field(0.0, ge=0.0)
     """Weight of the mean entropy of the tokens, which is then raised along with the reward."""
 
@@ -208,7 +219,8 @@ class AlgorithmConfig(Section):
     @property
     def every_token_pulls(self) -> bool:
         """Whether tokens of advantage 0 have a gradient too, so that none may be left out."""
-        return self.loss.kind == "squared_log_ratio" or self.entropy_bonus > 0
+        pulled = self.loss.kind == "squared_log_ratio" or self.kl.kind != "none"
+        return pulled or self.entropy_bonus > 0
 
     def refusals(self) -> Iterator[str]:
         """Why these settings may not stand together; nothing if they may."""

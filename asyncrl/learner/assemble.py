@@ -15,10 +15,11 @@ from asyncrl.learner.controller import StalenessController
 from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.inbox import Inbox
 from asyncrl.learner.model import Policy, choose_dtype, shard
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.process import Learner, StartPoint
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.recorder import Recorder
-from asyncrl.learner.step import Optimizer
+from asyncrl.learner.reference import load_reference
 from asyncrl.telemetry.trace import Tracer
 from asyncrl.weights.buffers import choose_transport
 from asyncrl.weights.publisher import Publisher
@@ -124,7 +125,7 @@ def _lead(
                 publisher=publisher,
                 recorder=recorder,
                 tracer=tracer,
-                **_watchers(config, optimizer),
+                **_optional_parts(config, ranks, policy, optimizer),
             ).run()
         finally:
             recorder.close()
@@ -158,13 +159,20 @@ def _follow(
         publisher=None,
         recorder=None,
         tracer=Tracer(None, process=f"learner-{ranks.rank}"),
-        **_watchers(config, optimizer),
+        **_optional_parts(config, ranks, policy, optimizer),
     ).run()
 
 
-def _watchers(config: RunConfig, optimizer: Optimizer) -> dict[str, Any]:
-    """What observes the steps, the same on every rank; fields of Learner."""
-    found: dict[str, Any] = {}
+def _optional_parts(
+    config: RunConfig, ranks: Ranks, policy: Policy, optimizer: Optimizer
+) -> dict[str, Any]:
+    """What a run may or may not have, the same on every rank; fields of Learner."""
+    device = next(policy.parameters()).device
+    found: dict[str, Any] = {
+        "reference": load_reference(
+            config, device=device, compute_dtype=policy.compute_dtype, mesh=ranks.mesh
+        )
+    }
     if config.telemetry.grad_cosine:
         found["sketch"] = GradientSketch(optimizer.parameters.values())
     if config.pipeline.adaptive_staleness:

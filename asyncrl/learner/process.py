@@ -22,9 +22,10 @@ from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.inbox import Delivery, Inbox
 from asyncrl.learner.model import Policy
 from asyncrl.learner.objective import Objective
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.recorder import Recorder
-from asyncrl.learner.step import Optimizer, StepResult, train_step
+from asyncrl.learner.step import StepResult, train_step
 from asyncrl.telemetry.trace import Tracer
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import Snapshotter
@@ -58,6 +59,7 @@ class Learner:
     publisher: Publisher | None
     recorder: Recorder | None
     tracer: Tracer
+    reference: Policy | None = None
     sketch: GradientSketch | None = None
     controller: StalenessController | None = None
     _num_skipped: int = 0
@@ -90,6 +92,7 @@ class Learner:
             temperature=self.config.sampling.temperature,
             ranks=self.ranks,
             tracer=self.tracer,
+            reference=self.reference,
             sketch=self.sketch,
         )
         self._check_finite(step, result)

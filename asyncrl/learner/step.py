@@ -12,9 +12,6 @@ moments bit for bit as they were when
 | every advantage is 0, and the objective needs one              | "no signal"                       |
 | the loss or the gradient is not finite                         | "not finite"                      |
 | the correction rejected every token, and the objective needs one | "all rejected"                  |
-
-AdamW: arXiv:1711.05101. Its rate is constant after a linear warm-up, and a function of the version
-alone, so that a resumed run continues the same schedule.
 """
 
 import math
@@ -23,77 +20,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from asyncrl.algo import TokenBatch
 from asyncrl.learner.batch import Minibatch, StepBatch
 from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.model import Policy
 from asyncrl.learner.objective import Objective
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.packing import MicroBatch
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.totals import Measured, Totals
 from asyncrl.telemetry.trace import Tracer
-
-
-class Optimizer:
-    """AdamW over a policy's parameters; matrices decay, vectors (norms, biases) do not."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        learning_rate: float,
-        weight_decay: float,
-        beta1: float,
-        beta2: float,
-        max_grad_norm: float,
-        num_warmup_steps: int,
-    ) -> None:
-        """Call after the policy was sharded and moved to its device."""
-        self.parameters = dict(policy.named_weights())
-        """By the model's own name; tied ones once."""
-
-        self._learning_rate = learning_rate
-        self._num_warmup_steps = num_warmup_steps
-        self._max_grad_norm = max_grad_norm
-        parameters = list(self.parameters.values())
-        self.adam = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=learning_rate,
-            betas=(beta1, beta2),
-            fused=True,
-        )
-
-    def learning_rate(self, version: int) -> float:
-        """Rate of the step that trains `version`; a warm-up of n steps begins with 1/n of it."""
-        if self._num_warmup_steps == 0:
-            return self._learning_rate
-        return self._learning_rate * min(1.0, (version + 1) / self._num_warmup_steps)
-
-    def grad_norm(self) -> Tensor:
-        """Euclidean norm of the whole gradient, over all ranks; a scalar on the device."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def step(self, version: int, grad_norm: Tensor) -> None:
-        """Scale the gradient down to max_grad_norm if it is longer, and update."""
-        for group in self.adam.param_groups:
-            group["lr"] = self.learning_rate(version)
-        nn.utils.clip_grads_with_norm_(
-            self.parameters.values(), self._max_grad_norm, grad_norm, foreach=None
-        )
-        self.adam.step()
-
-    def clear(self) -> None:
-        """Drop the gradient."""
-        self.adam.zero_grad(set_to_none=True)
-
 
 Skipped = Literal["", "no tokens", "no signal", "not finite", "all rejected"]
 
@@ -139,20 +77,35 @@ class _Scorer:
     """Micro-batches under the policy."""
 
     policy: Policy
+    reference: Policy | None
     temperature: float
     objective: Objective
     device: torch.device
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """[T] log-probs and entropies, the latter differentiable only if that is of use."""
-        logprobs, entropy = self.policy(
+        return self._score(
+            self.policy, micro_batch, entropy_gradient=self.objective.entropy_bonus > 0
+        )
+
+    @torch.no_grad()
+    def reference_logprobs(self, micro_batch: MicroBatch) -> Tensor | None:
+        """[T] under the reference policy; None without one."""
+        if self.reference is None:
+            return None
+        return self._score(self.reference, micro_batch, entropy_gradient=False)[0]
+
+    def _score(
+        self, policy: Policy, micro_batch: MicroBatch, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = policy(
             self._tensor(micro_batch.tokens, torch.int64),
             self._tensor(micro_batch.position_ids, torch.int64),
             None if micro_batch.is_causal else self._tensor(micro_batch.segments, torch.int64),
             self._tensor(micro_batch.predictor_index, torch.int64),
             self._tensor(micro_batch.targets, torch.int64),
             self.temperature,
-            entropy_gradient=self.objective.entropy_bonus > 0,
+            entropy_gradient=entropy_gradient,
         )
         return logprobs, entropy
 
@@ -169,6 +122,7 @@ class _Scorer:
             sequence=self._tensor(micro_batch.sequence, torch.int64),
             behaviour_weights=torch.ones_like(logprobs, requires_grad=False),
             scale=self._tensor(micro_batch.scale, torch.float32),
+            reference_logprobs=self.reference_logprobs(micro_batch),
         )
         return tokens, entropy
 
@@ -185,6 +139,7 @@ def train_step(
     temperature: float,
     ranks: Ranks,
     tracer: Tracer,
+    reference: Policy | None = None,
     diagnose: bool = True,
     sketch: GradientSketch | None = None,
 ) -> StepResult:
@@ -198,13 +153,15 @@ def train_step(
         temperature: of the sampling, applied to the learner's logits as well.
         ranks: this process among the learner's.
         tracer: gets the spans learner/forward, learner/backward and learner/optimizer.
+        reference: the frozen policy of the objective's KL term.
         diagnose: measure the mismatch by staleness (algo/diagnostics.py).
         sketch: compares each gradient with the one before it.
     """
     minibatches = [m for m in batch.minibatches if _has_gradient(m, objective)]
     if not minibatches:
         return _unmeasured("no signal" if batch.num_tokens else "no tokens")
-    scorer = _Scorer(policy, temperature, objective, next(policy.parameters()).device)
+    device = next(policy.parameters()).device
+    scorer = _Scorer(policy, reference, temperature, objective, device)
     with tracer.span("learner/forward"):
         # Before the first update changes what "the start of the step" means.
         anchors = [_recomputed(scorer, minibatch) for minibatch in minibatches]
@@ -267,7 +224,7 @@ def _apply(
     skipped: Skipped = ""
     if not (math.isfinite(measured.sums["loss/policy"]) and math.isfinite(float(norm))):
         skipped = "not finite"
-    elif measured.sums["correction/weight"] == 0 and not objective.every_token_pulls:
+    elif measured.sums["correction/weight"] == 0 and not objective.rejected_tokens_pull:
         # Not an update by 0: Adam's momentum would move the weights all the same.
         skipped = "all rejected"
     cosine = None

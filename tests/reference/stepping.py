@@ -10,8 +10,9 @@ from asyncrl.config_algorithm import AlgorithmConfig
 from asyncrl.learner.batch import build_step
 from asyncrl.learner.model import Policy
 from asyncrl.learner.objective import Objective
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
-from asyncrl.learner.step import Optimizer, train_step
+from asyncrl.learner.step import train_step
 from asyncrl.telemetry.trace import Tracer
 
 OBJECTIVE = Objective.of(AlgorithmConfig())

@@ -20,8 +20,9 @@ from asyncrl.learner.checkpoint import CheckpointFacts, latest, load_optimizer, 
 from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.model import Policy, shard
 from asyncrl.learner.objective import Objective
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
-from asyncrl.learner.step import Optimizer, StepResult
+from asyncrl.learner.step import StepResult
 from tests.reference.groups import group, random_groups, rollout
 from tests.reference.stepping import (
     aggregation,
