@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from asyncrl.learner.batch import StepBatch
 from asyncrl.learner.controller import Decision
 from asyncrl.learner.inbox import Delivery
 from asyncrl.learner.step import StepResult
-from asyncrl.telemetry.alerts import Alert, Trends, Watch
+from asyncrl.telemetry.alerts import Trends, Watch
 from asyncrl.telemetry.metrics import resolve
 from asyncrl.telemetry.sinks import JsonlSink, Sink, WandbSink
 from asyncrl.wire.messages import Batch, EvalDone
@@ -98,16 +98,17 @@ class Recorder:
             record["skipped"] = result.skipped
         on, began = self._watch.step(record)
         record["alerts"] = [alert.name for alert in on]
+        if began:
+            record["new_alerts"] = [alert.describe(record[alert.metric]) for alert in began]
         for sink in self._sinks:
             sink.write(record)
-        self._raise_or_warn(record, began)
+        self._raise_or_warn(batch.version, record.get("new_alerts", []))
 
-    def _raise_or_warn(self, record: Mapping[str, Any], began: Sequence[Alert]) -> None:
-        for alert in began:
-            log.warning("step %d: %s", record["step"], alert.describe(record[alert.metric]))
-        if began and self._alerts == "stop":
-            texts = "; ".join(alert.describe(record[alert.metric]) for alert in began)
-            raise AlertError(f'step {record["step"]}, telemetry.alerts="stop": {texts}')
+    def _raise_or_warn(self, step: int, texts: Sequence[str]) -> None:
+        for text in texts:
+            log.warning("step %d: %s", step, text)
+        if texts and self._alerts == "stop":
+            raise AlertError(f'step {step}, telemetry.alerts="stop": {"; ".join(texts)}')
 
     def _broker_values(self, batch: Batch, step_s: float) -> dict[str, float]:
         """Ledger, generators' rates and the newest evaluation, as the Batch brought them."""

@@ -1,8 +1,8 @@
 """What deserves attention: one table of metric, threshold and advice, watched once a step.
 
 An alert fires when its metric was beyond the threshold in as many steps in a row as the table says, and
-stays on until one step is not. A step without the metric counts as none. Every record lists the alerts
-that are on; the log says when one begins.
+stays on until one step is not. A step without the metric counts as none. Every record lists the
+`alerts` that are on by name, and as `new_alerts` what began with it, in words.
 
 Thresholds without a source are ours, and meant as a reason to look, not as a verdict. Sources: k3,
 NeMo-RL docs/guides/grpo.md; weights, ESS and chi2, verl docs/algo/rollout_corr.md; gradient spikes with
@@ -34,9 +34,10 @@ class Alert:
 
     def describe(self, value: float) -> str:
         """One line: what, how far, since when, and what to do."""
+        since = "in this step" if self.num_steps == 1 else f"for {self.num_steps} steps"
         return (
-            f"{self.name}: {self.metric}={value:.4g} is {self.side} {self.threshold:g} for "
-            f"{self.num_steps} steps; {self.advice}"
+            f"{self.name}: {self.metric}={value:.4g}, {self.side} {self.threshold:g} "
+            f"{since}; {self.advice}"
         )
 
 
@@ -56,7 +57,7 @@ ALERTS: tuple[Alert, ...] = (
         "optimizer.learning_rate",
     ),
     Alert(
-        "mismatch_critical", "mismatch/k3", "above", 0.1, 1,
+        "mismatch_critical", "mismatch/k3", "above", 0.1, 3,
         "the batch is from another policy: lower pipeline.max_staleness or optimizer.learning_rate",
     ),
     Alert(
@@ -104,8 +105,8 @@ ALERTS: tuple[Alert, ...] = (
         "updates overshoot the clip: lower optimizer.learning_rate or algorithm.num_minibatches",
     ),
     Alert(
-        "entropy_collapse", "policy/entropy_ratio", "below", 0.5, 3,
-        "the policy has lost half of its first entropy: lower optimizer.learning_rate, raise "
+        "entropy_collapse", "policy/entropy_ratio", "below", 0.5, 1,
+        "the policy lost half of its entropy within five steps: lower optimizer.learning_rate, raise "
         "algorithm.loss.clip_high, or add algorithm.entropy_bonus",
     ),
     Alert(
@@ -153,12 +154,12 @@ class Watch:
 class Trends:
     """Metrics relative to the run's own past.
 
-    policy/entropy_ratio        entropy over that of the first measured step
+    policy/entropy_ratio        entropy over that of five measured steps before
     optimizer/grad_norm_ratio   gradient norm over the median of the last 50, once there are 10
     """
 
     def __init__(self) -> None:
-        self._first_entropy: float | None = None
+        self._entropies: deque[float] = deque(maxlen=5)
         self._norms: deque[float] = deque(maxlen=50)
 
     def step(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -166,10 +167,9 @@ class Trends:
         found = {}
         entropy, norm = values.get("policy/entropy"), values.get("optimizer/grad_norm")
         if entropy is not None:
-            if self._first_entropy is None:
-                self._first_entropy = entropy
-            if self._first_entropy > 0:
-                found["policy/entropy_ratio"] = entropy / self._first_entropy
+            if len(self._entropies) == 5 and self._entropies[0] > 0:
+                found["policy/entropy_ratio"] = entropy / self._entropies[0]
+            self._entropies.append(entropy)
         if norm is not None and math.isfinite(norm):
             usual = statistics.median(self._norms) if len(self._norms) >= 10 else 0.0
             if usual > 0:

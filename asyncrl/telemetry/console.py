@@ -32,7 +32,9 @@ class Follower:
 
 
 def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) -> str:
-    """One step: reward, staleness, both sides' rates and busy shares, where the learner's time went."""
+    """One step: reward, staleness, both sides' rates and busy shares, where the learner's time went;
+    below it, what began to deserve attention.
+    """
 
     def number(name: str, form: str = ".2f") -> str:
         return format(record[name], form) if name in record else "-"
@@ -46,7 +48,7 @@ def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) 
     bound = record.get("staleness/bound", max_staleness)
     limit = f"{max_staleness}" if bound == max_staleness else f"{max_staleness}, bound {bound:.0f}"
     skipped = "  SKIPPED" if record.get("optimizer/skipped") else ""
-    alerts = f"  ALERT {', '.join(record['alerts'])}" if record.get("alerts") else ""
+    alerts = "".join(f"\n  ALERT {text}" for text in record.get("new_alerts", ()))
     return (
         f"step {record['step'] + 1:>3}/{num_steps}  reward {number('reward/mean')}  "
         f"staleness {number('staleness/mean')} (max {number('staleness/max', '.0f')} of "

@@ -85,7 +85,7 @@ METRICS: dict[str, Metric] = {
     "mismatch/sequence_ess": Metric("1", "value", "effective share of the completions"),
     "drift/k3": Metric("nats", "value", "mismatch/k3 of stale tokens minus that at staleness 0"),
     "policy/entropy": Metric("nats", "value", "entropy of the policy at the measured tokens"),
-    "policy/entropy_ratio": Metric("1", "value", "entropy over that of the first step"),
+    "policy/entropy_ratio": Metric("1", "value", "entropy over that of five steps before"),
     "optimizer/grad_norm": Metric(
         "1", "value", "gradient norm before clipping, the largest of the step"
     ),
