@@ -12,17 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
+from asyncrl.config_algorithm import LOSS_KINDS, AlgorithmConfig
 from asyncrl.errors import ConfigError
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused, docstrings double as descriptions."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+from asyncrl.section import Section
 
 
 class ModelConfig(Section):
@@ -87,7 +81,7 @@ TaskConfig = Annotated[
 ]
 
 _VARIANTS = {
-    "reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl", "hf", "vllm",
+    "reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl", "hf", "vllm", *LOSS_KINDS,
 }  # fmt: skip
 """Pydantic names the variant in the path of a fault; it is no part of the key."""
 
@@ -97,6 +91,10 @@ class PipelineConfig(Section):
 
     max_staleness: int = Field(2, ge=0)
     """k: no token is trained on more than this many versions after it was sampled. 0 is synchronous."""
+
+    adaptive_staleness: bool = False
+    """Lower the bound for new groups while sampler and learner drift apart, never above max_staleness
+    (learner/controller.py)."""
 
     depth: int = Field(1, ge=1)
     """Steps' worth of groups that may be open: started and not yet taken by a step. 1 keeps groups
@@ -207,26 +205,6 @@ class ScoringConfig(Section):
     """Address-space limit of a scoring process."""
 
 
-class ClippedLoss(Section):
-    """Decoupled PPO clip with token-level truncated importance sampling (losses.md section 0)."""
-
-    kind: Literal["clipped"] = "clipped"
-    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(0.28, gt=0.0)
-    dual_clip: float = Field(3.0, gt=1.0)
-    """For negative advantages the ratio counts no more than this."""
-
-    tis_cap: float = Field(2.0, gt=0.0)
-    """C: behaviour weights are truncated here."""
-
-
-class AlgorithmConfig(Section):
-    """Rewards to gradient."""
-
-    advantage: Literal["mean_std", "mean", "leave_one_out"] = "mean_std"
-    loss: ClippedLoss = ClippedLoss()
-
-
 class OptimizerConfig(Section):
     """AdamW with a constant rate after a linear warm-up."""
 
@@ -330,6 +308,11 @@ class TelemetryConfig(Section):
     wandb: Literal["off", "online", "offline"] = "off"
     wandb_project: str = "asyncrl"
     trace: bool = True
+    alerts: Literal["warn", "stop", "off"] = "warn"
+    """When a metric leaves its healthy range (telemetry/alerts.py): say so, end the run, or nothing."""
+
+    grad_cosine: bool = False
+    """Compare each gradient with the one before it, over a sample of up to a million elements."""
 
 
 class RunConfig(Section):
@@ -364,11 +347,6 @@ class RunConfig(Section):
                 "training needs the full support (top_p=1, top_k=0), because the learner's log-probs "
                 "are over the whole vocabulary; truncate only in eval.sampling"
             )
-        if self.pipeline.group_size < 2:
-            raise ValueError(
-                f"pipeline.group_size={self.pipeline.group_size} gives a group baseline nothing to "
-                f"compare with (algorithm.advantage={self.algorithm.advantage!r}); use 2 or more"
-            )
         if self.pipeline.group_size > self.engine.max_concurrent_completions:
             raise ValueError(
                 f"pipeline.group_size={self.pipeline.group_size} does not fit "
@@ -385,6 +363,11 @@ class RunConfig(Section):
                 f"engine.max_prompt_tokens + engine.max_completion_tokens = {longest} exceeds "
                 f"learner.micro_batch_tokens={self.learner.micro_batch_tokens}"
             )
+        if self.algorithm.num_minibatches > self.pipeline.groups_per_step:
+            raise ValueError(
+                f"algorithm.num_minibatches={self.algorithm.num_minibatches} does not fit "
+                f"pipeline.groups_per_step={self.pipeline.groups_per_step}; an update takes whole groups"
+            )
         if not self.is_loopback and not self.broker.token_path:
             raise ValueError(
                 f"broker.address={self.broker.address!r} is reachable from other hosts and "
@@ -395,6 +378,32 @@ class RunConfig(Section):
                 f"broker.address={self.broker.address!r} is for several hosts, and weights.host="
                 f"{self.weights.host!r} would send their generators to themselves for weights; set "
                 "it to the address of the learner's host"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_advantage(self) -> "RunConfig":
+        advantage, pipeline = self.algorithm.advantage, self.pipeline
+        if pipeline.group_size < 2 and advantage != "raw":
+            raise ValueError(
+                f"pipeline.group_size={pipeline.group_size} gives a group baseline nothing to "
+                f"compare with (algorithm.advantage={advantage!r}); use 2 or more"
+            )
+        if pipeline.zero_signal == "drop" and advantage == "raw":
+            raise ValueError(
+                'pipeline.zero_signal="drop" throws away groups of equal scores, which '
+                'algorithm.advantage="raw" learns from; use "keep"'
+            )
+        buffer = self.algorithm.overlong_buffer_tokens
+        if buffer > self.engine.max_completion_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens={buffer} exceeds "
+                f"engine.max_completion_tokens={self.engine.max_completion_tokens}"
+            )
+        if buffer > 0 and advantage == "max_rl":
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens={buffer} makes scores negative, and "
+                'algorithm.advantage="max_rl" divides by their mean'
             )
         return self
 
@@ -473,9 +482,8 @@ def _explain(error: ValidationError) -> str:
                     path.split(".")[-1], [k.split(".")[-1] for k in known], n=1
                 )
             )
-            message = "unknown key" + (f"; did you mean {near[0]}?" if near else "")
-            if path in known:
-                message = "not a setting of this section's kind"
+            hint = f"; did you mean {near[0]}?" if near else ""
+            message = "unknown key" + (" for this kind" if path in known else hint)
         elif fault["type"] not in ("missing", "value_error"):
             message += f", got {fault['input']!r}"
         lines.append(f"{path}: {message}" if path else message)

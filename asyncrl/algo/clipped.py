@@ -1,94 +1,73 @@
-"""Clipped policy gradient, corrected for the policy that sampled the tokens.
+"""Decoupled PPO: a clip around the proximal policy, a behaviour weight for the policy that sampled.
 
-    L   = 1/N sum_t  w_t * l_t
     l_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t),  and for A_t < 0:  min(l_t, c |A_t|)
-    r_t = pi_theta(t) / pi_prox(t)     gradient flows here; clipped around the proximal policy
-    w_t = min(C, pi_prox(t) / mu(t))   constant; truncated importance sampling (TIS)
+    r_t = pi_theta(t) / pi_prox(t)      carries the gradient
+    L   = 1/N sum_t scale_t w_t l_t     w_t: the correction's, outside the min
 
-One ratio cannot do both jobs: clipping around mu would clip for being stale, not for moving too
-far. With one update per batch the caller passes proximal_logprobs = logprobs.detach(): r_t is 1 and
-the gradient is exactly -w_t A_t grad log pi_theta / N.
+One ratio cannot do both jobs: clipping around mu would clip for being stale, not for moving too far.
+With one update per batch pi_prox is this very pass: r_t = 1, the clip is inert and the gradient is
+exactly -w_t A_t grad log pi_theta.
 
-| value                                             | what happens                               |
-|---------------------------------------------------|--------------------------------------------|
-| anything where completion_mask is False           | never read: loss finite, gradient exactly 0|
-| behaviour log-prob not finite, inside the mask    | weight 0, still in N, counted              |
-| |log r| or |log w| above 20                       | clamped before exp (no gradient), counted |
-| learner's log-prob or advantage not finite        | propagates; the step is then skipped       |
-| empty mask                                        | 0, connected to the graph                  |
+| region                   | gradient in log pi_theta(t)                  | counted as            |
+|--------------------------|----------------------------------------------|-----------------------|
+| A > 0 and r > 1 + high   | 0: moved far enough                          | ratio/clipped_high    |
+| A < 0 and r < 1 - low    | 0: moved far enough                          | ratio/clipped_low     |
+| A < 0 and r > c          | 0: a bounded loss where r A is not (two-sided delta) | ratio/dual_clipped |
+| elsewhere                | -w A r                                       |                       |
 
-Sources: PPO clip, arXiv:1707.06347 eq. 7. Proximal and behaviour policies kept apart,
-arXiv:2110.00641 sec. 3. Unequal bounds, arXiv:2503.14476 sec. 3.1. Dual clip, arXiv:1912.09729 eq.
-5. Truncation, arXiv:1802.01561 (rho-bar in V-trace).
+Guards: guards.py. Defaults: low 0.2, high 0.28 (DAPO), c 3 (dual clip).
+
+Sources: clip, arXiv:1707.06347 eq. 7. Proximal and behaviour policies kept apart, arXiv:2110.00641
+sec. 3. Unequal bounds, arXiv:2503.14476 sec. 3.1. Dual clip, arXiv:1912.09729 eq. 5.
 """
 
 import torch
 from torch import Tensor
 
+from asyncrl.algo.guards import CleanTokens, bounded_exp, clean, num_beyond, weighted_mean
 from asyncrl.algo.tokens import TokenBatch
-
-MAX_LOG_RATIO = 20.0
-"""Nats; e^20 is far beyond any clip, and its square is still finite in float32."""
 
 
 def clipped_loss(
-    batch: TokenBatch,
-    *,
+    batch: TokenBatch, *, num_tokens: int, clip_low: float, clip_high: float, dual_clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """See the module; the contract of a loss is in tokens.py.
+
+    Args:
+        batch: the micro-batch.
+        num_tokens: N.
+        clip_low: r is clipped from below at 1 - clip_low.
+        clip_high: r is clipped from above at 1 + clip_high.
+        dual_clip: c > 1.
+    """
+    tokens = clean(batch)
+    return clipped_around(tokens, tokens.proximal, num_tokens, clip_low, clip_high, dual_clip)
+
+
+def clipped_around(
+    tokens: CleanTokens,
+    anchor: Tensor,
     num_tokens: int,
     clip_low: float,
     clip_high: float,
     dual_clip: float,
-    tis_cap: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of one micro-batch, already divided by the step's token count.
-
-    Args:
-        batch: the micro-batch.
-        num_tokens: N, completion tokens of the whole step over all ranks and micro-batches, counted
-            before any rejection: micro-batch losses add up to the step's however it was cut.
-        clip_low: r is clipped from below at 1 - clip_low.
-        clip_high: r is clipped from above at 1 + clip_high.
-        dual_clip: c > 1; bounds the loss of tokens with a negative advantage.
-        tis_cap: C > 0.
-
-    Returns:
-        The scalar loss (nats per token of the step), and sums over this micro-batch's completion
-        tokens by metric name; loss/policy is the sum of w_t l_t.
-
-    Raises:
-        ValueError: num_tokens < 1.
-    """
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens must count the step's tokens, at least 1, got {num_tokens}")
-    mask = batch.completion_mask
-    logprobs = batch.logprobs.where(mask, 0.0)
-    proximal = batch.proximal_logprobs.detach().where(mask, 0.0)
-    advantages = batch.advantages.where(mask, 0.0)
-    finite = batch.behaviour_logprobs.isfinite()
-
-    log_ratio = logprobs - proximal
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    log_weight = proximal - batch.behaviour_logprobs.where(mask & finite, proximal)
-    behaviour_ratio = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    weight = behaviour_ratio.clamp(max=tis_cap).where(mask & finite, 0.0)
-
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    token_loss = -torch.minimum(ratio * advantages, clipped)
-    token_loss = torch.where(
-        advantages < 0, torch.minimum(token_loss, -dual_clip * advantages), token_loss
+    """The clipped loss with the ratio pi_theta / anchor; `anchor` is [T] constant log-probs."""
+    log_ratio = tokens.logprobs - anchor
+    ratio, advantages = bounded_exp(log_ratio), tokens.advantages
+    token_loss = clip(ratio, advantages, clip_low, clip_high)
+    bounded = torch.minimum(token_loss, -dual_clip * advantages)
+    return weighted_mean(
+        tokens,
+        torch.where(advantages < 0, bounded, token_loss),
+        num_tokens=num_tokens,
+        clipped_high=((advantages > 0) & (ratio > 1 + clip_high)).sum(),
+        clipped_low=((advantages < 0) & (ratio < 1 - clip_low)).sum(),
+        dual_clipped=((advantages < 0) & (ratio > dual_clip)).sum(),
+        clamped=num_beyond(log_ratio),
     )
-    weighted = (weight * token_loss).sum()
 
-    with torch.no_grad():
-        beyond = (log_ratio.abs() > MAX_LOG_RATIO) | (log_weight.abs() > MAX_LOG_RATIO)
-        sums = {
-            "loss/policy": weighted.detach(),
-            "ratio/clipped_high": ((advantages > 0) & (ratio > 1 + clip_high)).sum(),
-            "ratio/clipped_low": ((advantages < 0) & (ratio < 1 - clip_low)).sum(),
-            "ratio/dual_clipped": ((advantages < 0) & (ratio > dual_clip)).sum(),
-            "tis/weight": weight.sum(),
-            "tis/truncated": (mask & finite & (behaviour_ratio > tis_cap)).sum(),
-            "mismatch/nonfinite": (mask & ~finite).sum(),
-            "mismatch/clamped": (mask & beyond).sum(),
-        }
-    return weighted / num_tokens, sums
+
+def clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """PPO's pessimistic loss of each token, before any dual clip."""
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)

@@ -1,97 +1,66 @@
-"""From the groups of a step to rows of tokens that a model can read. Numpy; no torch, no I/O.
+"""From the groups of a step to the minibatches that update the policy. Numpy; no torch, no I/O.
 
-Invariants: no token is trained that is more than k versions old (a breach raises); num_tokens (N)
-is counted before anything is skipped, so it does not depend on packing; equal groups give equal
-batches.
+Invariants: no token is trained that is more than k versions old (a breach raises); N and the scale of
+every token are counted before anything is skipped, so they do not depend on packing; equal groups give
+equal batches.
 
-A row is a prompt and one or several of its completions, which see the prompt but not each other:
-
-    tokens        p0 p1 p2  a0 a1  b0 b1 b2    the last token of a completion predicts
-    segments       0  0  0   1  1   2  2  2    nothing and is left out; -1 is padding
-    position_ids   0  1  2   3  4   3  4  5
-    predictors         p2->a0, a0->a1, a1->a2    p2->b0, b0->b1, ...
-
-The first token of every completion is predicted by the prompt's last token.
+A step is one update, or, with several minibatches, as many: its groups in order, cut into parts of equal
+size (the first ones one group longer). Every part has its own N, as if it were a step of its own: the
+gradient of an update does not depend on what else the step holds, nor on how the part was cut into
+micro-batches. The version rises by one per step, and staleness counts from the step's version.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algo.advantages import Advantage
-from asyncrl.errors import ConfigError, StaleRolloutError
+from asyncrl.algo.aggregation import Aggregation
+from asyncrl.errors import StaleRolloutError
+from asyncrl.learner.packing import MicroBatch, Trained, empty_micro_batch, make_rows, pack
 from asyncrl.types import Rollout, RolloutGroup
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """Rows of one forward pass: [B, L]; and the tokens trained there: [T], row after row."""
+class Minibatch:
+    """Everything one rank computes for one optimizer update."""
 
-    tokens: Ints
-    position_ids: Ints
-    segments: Ints
+    micro_batches: tuple[MicroBatch, ...]
+    num_tokens: int
+    """N: completion tokens of all trained rollouts of the update, over all ranks."""
 
-    predictor_index: NDArray[np.int64]
-    """[T] where the hidden state that predicts each trained token lies in the flattened [B * L]."""
+    has_signal: bool
+    """Whether any of those tokens has an advantage other than 0."""
 
-    targets: Ints
-    behaviour_logprobs: Floats
-    advantages: Floats
-    staleness: Ints
-    completion_mask: NDArray[np.bool_]
-    """[T] False only for the filler of an empty micro-batch."""
-
-    @property
-    def is_causal(self) -> bool:
-        """No row holds two completions: plain causal attention, padding at the end, is exact."""
-        return int(self.segments.max()) <= 1
+    forward_tokens: int
+    """Tokens the model reads, over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """Everything one rank computes for one optimizer step."""
+    """Everything one rank computes for one step."""
 
     version: int
     """The version being trained; the step makes version + 1."""
 
     max_staleness: int
-    micro_batches: tuple[MicroBatch, ...]
-    num_tokens: int
-    """N: completion tokens of all trained rollouts of the step, over all ranks."""
-
-    has_signal: bool
-    """Whether any trained token of the step, on any rank, has an advantage other than 0."""
-
+    minibatches: tuple[Minibatch, ...]
     sums: dict[str, float]
     """By metric name, of the whole step (the same on every rank)."""
 
     counts: dict[str, float]
     """"token", "rollout", "scored", "group": what those sums are divided by."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """One completion that trains."""
-
-    rollout: Rollout
-    advantage: float
-    staleness: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    prompt_tokens: Ints
-    completions: tuple[_Trained, ...]
-
     @property
-    def length(self) -> int:
-        """Tokens the model reads."""
-        return len(self.prompt_tokens) + sum(_num_inputs(c) for c in self.completions)
+    def num_tokens(self) -> int:
+        """Completion tokens of all trained rollouts of the step, over all ranks."""
+        return sum(minibatch.num_tokens for minibatch in self.minibatches)
+
+
+_Members = list[tuple[RolloutGroup, list[Trained]]]
 
 
 def build_step(
@@ -100,43 +69,48 @@ def build_step(
     version: int,
     max_staleness: int,
     advantage: Advantage,
+    aggregation: Aggregation,
+    num_minibatches: int,
+    mask_truncated: bool,
     share_prompts: bool,
     micro_batch_tokens: int,
     skip_zero_advantage: bool,
 ) -> StepBatch:
     """Check, weigh and pack the groups of the step that trains `version`.
 
-    A rollout without a "scored" verdict, or that ended by "abort", trains no token, stays out of
-    the baseline and out of N. One whose advantage is exactly 0 counts in N; `skip_zero_advantage`
-    leaves it out of the forward pass, which changes no gradient, but then its entropy, behaviour
-    weights and mismatch are not measured: what is logged of those describes only the tokens that
-    pull.
+    A rollout without a "scored" verdict, or that ended by "abort", trains no token, stays out of the
+    baseline and out of N. With `mask_truncated` one that ended by "length" trains no token and stays
+    out of N, but its score stays in the baseline: it says something about the prompt.
+
+    A rollout whose advantage is exactly 0 counts in N; `skip_zero_advantage` leaves it out of the
+    forward pass, which changes no gradient if such tokens have none, but then its entropy, behaviour
+    weights and mismatch are not measured: what is logged of those describes only the tokens that pull.
 
     Raises:
         StaleRolloutError: a token, trained or not, is from the future or more than k versions old.
         ConfigError: a prompt with one completion is longer than micro_batch_tokens.
     """
-    rows: list[_Row] = []
-    trained: list[_Trained] = []
-    num_mixed = 0
-    for group in groups:
-        members = _members(group, advantage, version, max_staleness)
-        trained += members
-        num_mixed += any(m.advantage != 0 for m in members)
-        kept = [m for m in members if m.advantage != 0 or not skip_zero_advantage]
-        rows += _rows(group, kept, share_prompts, micro_batch_tokens)
-    micro_batches = tuple(_pack(rows, micro_batch_tokens))
-    num_tokens = sum(len(member.staleness) for member in trained)
+    members: _Members = [
+        (group, _members(group, advantages, mask_truncated, version, max_staleness))
+        for group, advantages in zip(groups, _advantages(groups, advantage), strict=True)
+    ]
+    minibatches = tuple(
+        _minibatch(
+            _scaled(part, aggregation), share_prompts, micro_batch_tokens, skip_zero_advantage
+        )
+        for part in _cut(members, num_minibatches)
+    )
+    trained = [member for _, inside in members for member in inside]
+    num_tokens = sum(member.length for member in trained)
+    num_mixed = sum(any(m.advantage != 0 for m in inside) for _, inside in members)
     return StepBatch(
         version=version,
         max_staleness=max_staleness,
-        micro_batches=micro_batches,
-        num_tokens=num_tokens,
-        has_signal=num_mixed > 0,
+        minibatches=minibatches,
         sums={
             "groups/frac_mixed": float(num_mixed),
             "tokens/trained": float(num_tokens),
-            "tokens/forward": float(sum(row.length for row in rows)),
+            "tokens/forward": float(sum(m.forward_tokens for m in minibatches)),
             **_staleness_sums(trained, max_staleness),
         },
         counts={
@@ -154,25 +128,39 @@ def split_for_ranks(step: StepBatch, rank: int, world: int) -> StepBatch:
     Micro-batches are dealt out in turn, longest first, so that ranks finish at about the same time.
     N, sums and counts stay those of the whole step.
     """
-    share = list(step.micro_batches[rank::world])
-    num_each = -(-len(step.micro_batches) // world)
-    share += [_empty_micro_batch()] * (num_each - len(share))
-    return replace(step, micro_batches=tuple(share))
+    shares = []
+    for minibatch in step.minibatches:
+        share = list(minibatch.micro_batches[rank::world])
+        num_each = -(-len(minibatch.micro_batches) // world)
+        share += [empty_micro_batch()] * (num_each - len(share))
+        shares.append(replace(minibatch, micro_batches=tuple(share)))
+    return replace(step, minibatches=tuple(shares))
+
+
+def _is_judged(rollout: Rollout) -> bool:
+    return rollout.verdict.status == "scored" and rollout.finish_reason != "abort"
+
+
+def _advantages(groups: Sequence[RolloutGroup], advantage: Advantage) -> list[NDArray[np.float64]]:
+    """One array a group; rollouts that were not judged are outside the baseline."""
+    scores = [
+        [r.verdict.score if _is_judged(r) else np.nan for r in group.rollouts] for group in groups
+    ]
+    lengths = [[len(r.completion_tokens) for r in group.rollouts] for group in groups]
+    return advantage(
+        [np.array(values, np.float64) for values in scores],
+        [np.array(values, np.int64) for values in lengths],
+    )
 
 
 def _members(
-    group: RolloutGroup, advantage: Advantage, version: int, max_staleness: int
-) -> list[_Trained]:
+    group: RolloutGroup,
+    advantages: NDArray[np.float64],
+    mask_truncated: bool,
+    version: int,
+    max_staleness: int,
+) -> list[Trained]:
     """The rollouts of a group that train, after every token's staleness was checked."""
-    trains = [r.verdict.status == "scored" and r.finish_reason != "abort" for r in group.rollouts]
-    scores = np.array(
-        [
-            rollout.verdict.score if trainable else np.nan
-            for rollout, trainable in zip(group.rollouts, trains, strict=True)
-        ],
-        np.float64,
-    )
-    advantages = advantage(scores)
     members = []
     for index, rollout in enumerate(group.rollouts):
         staleness = version - rollout.token_versions
@@ -184,110 +172,49 @@ def _members(
                 f"{rollout.token_versions[token]}; training version {version} takes versions "
                 f"{version - max_staleness}..{version} (pipeline.max_staleness={max_staleness})"
             )
-        if trains[index] and len(staleness):
-            members.append(_Trained(rollout, float(advantages[index]), staleness))
+        is_masked = mask_truncated and rollout.finish_reason == "length"
+        if _is_judged(rollout) and not is_masked and len(staleness):
+            members.append(Trained(rollout, float(advantages[index]), staleness))
     return members
 
 
-def _rows(
-    group: RolloutGroup, members: list[_Trained], share_prompts: bool, micro_batch_tokens: int
-) -> list[_Row]:
-    """Rows of one group, each no longer than a micro-batch."""
-    num_prompt = len(group.prompt_tokens)
-    rows: list[_Row] = []
-    open_row: list[_Trained] = []
-    length = num_prompt
-    for member in members:
-        size = _num_inputs(member)
-        if num_prompt + size > micro_batch_tokens:
-            raise ConfigError(
-                f"group {group.group_id}: a prompt of {num_prompt} tokens and a completion of "
-                f"{len(member.staleness)} do not fit learner.micro_batch_tokens="
-                f"{micro_batch_tokens}; raise it, or lower engine.max_completion_tokens"
-            )
-        if open_row and (not share_prompts or length + size > micro_batch_tokens):
-            rows.append(_Row(group.prompt_tokens, tuple(open_row)))
-            open_row, length = [], num_prompt
-        open_row.append(member)
-        length += size
-    if open_row:
-        rows.append(_Row(group.prompt_tokens, tuple(open_row)))
-    return rows
+def _cut(members: _Members, num_parts: int) -> list[_Members]:
+    """Consecutive groups, in parts whose sizes differ by at most one."""
+    size, num_longer = divmod(len(members), num_parts)
+    starts = [part * size + min(part, num_longer) for part in range(num_parts + 1)]
+    return [members[start:end] for start, end in pairwise(starts)]
 
 
-def _pack(rows: Sequence[_Row], micro_batch_tokens: int) -> list[MicroBatch]:
-    """Rows by length, longest first, as many to a micro-batch as fit when padded."""
-    # Stable: rows of equal length stay in the order of the groups.
-    ordered = sorted(rows, key=lambda row: -row.length)
-    micro_batches: list[MicroBatch] = []
-    start = 0
-    while start < len(ordered):
-        num_rows = micro_batch_tokens // ordered[start].length
-        micro_batches.append(_micro_batch(ordered[start : start + num_rows]))
-        start += num_rows
-    return micro_batches
+def _scaled(members: _Members, aggregation: Aggregation) -> _Members:
+    """The same with every completion's scale, from the counts of this update."""
+    lengths = [member.length for _, inside in members for member in inside]
+    prompts = [index for index, (_, inside) in enumerate(members) for _ in inside]
+    if not lengths:
+        return members
+    scales = iter(aggregation(np.array(lengths), np.array(prompts)).tolist())
+    return [
+        (group, [replace(member, scale=next(scales)) for member in inside])
+        for group, inside in members
+    ]
 
 
-def _micro_batch(rows: Sequence[_Row]) -> MicroBatch:
-    width = max(row.length for row in rows)
-    tokens = np.zeros((len(rows), width), np.int32)
-    # Padding counts on, so that a row of one completion stays one ascending sequence.
-    positions = np.tile(np.arange(width, dtype=np.int32), (len(rows), 1))
-    segments = np.full((len(rows), width), -1, np.int32)
-    predictors: list[NDArray[np.int64]] = []
-    for index, row in enumerate(rows):
-        num_prompt = len(row.prompt_tokens)
-        tokens[index, :num_prompt] = row.prompt_tokens
-        segments[index, :num_prompt] = 0
-        start = num_prompt
-        for segment, completion in enumerate(row.completions, start=1):
-            size = _num_inputs(completion)
-            inside = slice(start, start + size)
-            tokens[index, inside] = completion.rollout.completion_tokens[:size]
-            positions[index, inside] = np.arange(num_prompt, num_prompt + size)
-            segments[index, inside] = segment
-            columns = np.concatenate([[num_prompt - 1], np.arange(start, start + size)])
-            predictors.append(index * width + columns)
-            start += size
-    members = [completion for row in rows for completion in row.completions]
-    sizes = [len(member.staleness) for member in members]
-    logprobs = np.concatenate([m.rollout.behaviour_logprobs for m in members])
-    return MicroBatch(
-        tokens=tokens,
-        position_ids=positions,
-        segments=segments,
-        predictor_index=np.concatenate(predictors),
-        targets=np.concatenate([m.rollout.completion_tokens for m in members]).astype(np.int32),
-        # Above 0 by a rounding (types.MAX_LOGPROB) is 0; NaN stays, for the loss to count.
-        behaviour_logprobs=np.minimum(logprobs, 0.0).astype(np.float32),
-        advantages=np.repeat([m.advantage for m in members], sizes).astype(np.float32),
-        staleness=np.concatenate([m.staleness for m in members]).astype(np.int32),
-        completion_mask=np.ones(sum(sizes), np.bool_),
+def _minibatch(
+    members: _Members, share_prompts: bool, micro_batch_tokens: int, skip_zero_advantage: bool
+) -> Minibatch:
+    rows = []
+    for group, inside in members:
+        kept = [m for m in inside if m.advantage != 0 or not skip_zero_advantage]
+        rows += make_rows(group, kept, share_prompts, micro_batch_tokens)
+    trained = [member for _, inside in members for member in inside]
+    return Minibatch(
+        micro_batches=tuple(pack(rows, micro_batch_tokens)),
+        num_tokens=sum(member.length for member in trained),
+        has_signal=any(member.advantage != 0 for member in trained),
+        forward_tokens=sum(row.length for row in rows),
     )
 
 
-def _empty_micro_batch() -> MicroBatch:
-    """One row of one token, and one masked-out target: keeps a rank's collectives in step."""
-    one, zero = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
-    return MicroBatch(
-        tokens=one,
-        position_ids=one,
-        segments=one,
-        predictor_index=np.zeros(1, np.int64),
-        targets=zero,
-        behaviour_logprobs=np.zeros(1, np.float32),
-        advantages=np.zeros(1, np.float32),
-        staleness=zero,
-        completion_mask=np.zeros(1, np.bool_),
-    )
-
-
-def _num_inputs(completion: _Trained) -> int:
-    """Completion tokens the model reads: all but the last."""
-    return len(completion.staleness) - 1
-
-
-def _staleness_sums(trained: Sequence[_Trained], max_staleness: int) -> dict[str, float]:
+def _staleness_sums(trained: Sequence[Trained], max_staleness: int) -> dict[str, float]:
     if not trained:
         return {}
     staleness = np.concatenate([member.staleness for member in trained])

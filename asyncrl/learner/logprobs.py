@@ -9,6 +9,7 @@ forward and again backward; at most [T, vocab_chunk] logits exist at a time. Pro
 type of `hidden`, everything after them in float32 (float64 when hidden is float64).
 
     d logprob / d logit_v = 1[v = target] - softmax_v
+    d entropy / d logit_v = -softmax_v (log softmax_v + entropy)
 """
 
 from typing import Any
@@ -26,6 +27,7 @@ def chunked_logprobs(
     *,
     temperature: float,
     vocab_chunk: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution.
 
@@ -36,13 +38,14 @@ def chunked_logprobs(
         targets: [T] int64, 0 <= target < V.
         temperature: > 0; divides the logits, as the sampler does.
         vocab_chunk: >= 1, rows of the head at a time.
+        entropy_gradient: whether the entropy is differentiable as well, for an entropy bonus.
 
     Returns:
         logprobs [T], nats, differentiable in hidden, head_weight and head_bias; entropy [T], nats,
-        without a gradient. Both float32 (float64 for float64 hidden).
+        without a gradient unless asked for. Both float32 (float64 for float64 hidden).
     """
     logprobs, entropy = _ChunkedLogprobs.apply(
-        hidden, head_weight, head_bias, targets, temperature, vocab_chunk
+        hidden, head_weight, head_bias, targets, temperature, vocab_chunk, entropy_gradient
     )
     return logprobs, entropy
 
@@ -57,6 +60,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         vocab_chunk: int,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         kind = _accumulation_type(hidden)
         num_tokens = hidden.shape[0]
@@ -75,10 +79,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             moment = moment * rescale + torch.linalg.vecdot(weights, logits)
             maximum = higher
         logsumexp = maximum + total.log()
-        ctx.save_for_backward(hidden, head_weight, head_bias, targets, logsumexp)
-        ctx.temperature, ctx.vocab_chunk = temperature, vocab_chunk
         entropy = logsumexp - moment / total
-        ctx.mark_non_differentiable(entropy)
+        ctx.temperature, ctx.vocab_chunk = temperature, vocab_chunk
+        ctx.entropy_gradient = entropy_gradient
+        ctx.save_for_backward(hidden, head_weight, head_bias, targets, logsumexp, entropy)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return chosen - logsumexp, entropy
 
     @staticmethod
@@ -86,11 +92,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any,  # noqa: ANN401
         grad: Tensor,
-        _grad_entropy: Tensor,
+        grad_entropy: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        hidden, head_weight, head_bias, targets, logsumexp = ctx.saved_tensors
+        hidden, head_weight, head_bias, targets, logsumexp, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad = grad / ctx.temperature
+        grad, grad_entropy = grad / ctx.temperature, grad_entropy / ctx.temperature
         grad_hidden = torch.zeros_like(hidden, dtype=logsumexp.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(head_weight) if needs_weight else None
         grad_bias = torch.empty_like(head_bias) if needs_bias else None
@@ -99,7 +105,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = _logits(
                 hidden, head_weight, head_bias, start, ctx.vocab_chunk, ctx.temperature
             )
-            grad_logits = logits.sub_(logsumexp[:, None]).exp_().mul_(-grad[:, None])
+            pull = grad[:, None]
+            logits.sub_(logsumexp[:, None])
+            if ctx.entropy_gradient:
+                pull = pull + grad_entropy[:, None] * (logits + entropy[:, None])
+            grad_logits = logits.exp_().mul_(-pull)
             inside, column = _locate(targets, start, grad_logits.shape[1])
             grad_logits.scatter_add_(1, column[:, None], (grad * inside)[:, None])
             if grad_bias is not None:
@@ -111,7 +121,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_weight[chunk] = grad_logits.T @ hidden
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _accumulation_type(hidden: Tensor) -> torch.dtype:

@@ -72,6 +72,8 @@ class Policy(nn.Module):
         predictor_index: Tensor,
         targets: Tensor,
         temperature: float,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Score the targets of one micro-batch.
 
@@ -82,6 +84,7 @@ class Policy(nn.Module):
             predictor_index: [T] int64 into the flattened [B * L].
             targets: [T] int64.
             temperature: > 0; divides the logits.
+            entropy_gradient: make the entropies differentiable, too.
 
         Returns:
             logprobs [T], differentiable, and entropies [T], both float32 nats.
@@ -102,6 +105,7 @@ class Policy(nn.Module):
             targets,
             temperature=temperature,
             vocab_chunk=max(1024, MAX_CHUNK_LOGITS // max(1, len(targets))),
+            entropy_gradient=entropy_gradient,
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -7,21 +7,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from asyncrl.algo import ADVANTAGES
 from asyncrl.broker.groups import derive_seed
 from asyncrl.config import read_config
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.generator.hf_engine import HFEngine
-from asyncrl.learner.batch import build_step
 from asyncrl.learner.model import Policy
-from asyncrl.learner.process import bind_loss
-from asyncrl.learner.ranks import Ranks
-from asyncrl.learner.step import Optimizer, train_step
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.tasks import make_task
-from asyncrl.telemetry.trace import Tracer
 from asyncrl.types import Rollout, RolloutGroup, Verdict
 from tests.models import make_tiny_model
 from tests.process.runs import finish, records, start_run, write_config
+from tests.reference.stepping import pack, run_step
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -66,24 +62,13 @@ def sequential_loop(config):
             sample_group(config, engine, tokenizer, task, step * GROUPS + index)
             for index in range(GROUPS)
         ]
-        batch = build_step(
+        batch = pack(
             groups,
             version=step,
-            max_staleness=0,
-            advantage=ADVANTAGES[config.algorithm.advantage],
-            share_prompts=True,
             micro_batch_tokens=config.learner.micro_batch_tokens,
             skip_zero_advantage=True,
         )
-        result = train_step(
-            policy,
-            optimizer,
-            batch,
-            loss=bind_loss(config),
-            temperature=1.0,
-            ranks=Ranks(),
-            tracer=Tracer(None, process="reference"),
-        )
+        result = run_step(policy, optimizer, batch)
         texts = [rollout.text for group in groups for rollout in group.rollouts]
         yield texts, result, batch.num_tokens
         state = {name: value.detach() for name, value in policy.named_weights()}

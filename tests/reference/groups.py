@@ -65,3 +65,19 @@ def random_groups(generator, *, num_groups, group_size, vocab, version=0, max_st
             )
         groups.append(group(prompt, members, group_id=group_id))
     return groups
+
+
+def unequal_groups():
+    """F001: 5, 50, 7, 90, 3, 200, 11 and 64 trained tokens."""
+    generator = np.random.default_rng(0)
+
+    def one(length, score):
+        tokens = generator.integers(0, 90, length)
+        return rollout(
+            tokens, score=score, versions=[2] * length, logprobs=-generator.uniform(1, 6, length)
+        )
+
+    return [
+        group([5, 6, 7], [one(5, 0.0), one(50, 1.0), one(7, 1.0), one(90, 0.0)], group_id=0),
+        group([8], [one(3, 0.5), one(200, 0.0), one(11, 0.0), one(64, 1.0)], group_id=1),
+    ]

@@ -1,17 +1,21 @@
 """The learner's parts with the settings that tests share, and log-probs by the plain library call."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from asyncrl.algo import ADVANTAGES, LOSSES
+from asyncrl.algo import ADVANTAGES, AGGREGATIONS
+from asyncrl.config_algorithm import AlgorithmConfig
 from asyncrl.learner.batch import build_step
 from asyncrl.learner.model import Policy
+from asyncrl.learner.objective import Objective
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
-from asyncrl.learner.step import Optimizer, train_step
+from asyncrl.learner.step import train_step
 from asyncrl.telemetry.trace import Tracer
 
-LOSS = partial(LOSSES["clipped"], clip_low=0.2, clip_high=0.28, dual_clip=3.0, tis_cap=2.0)
+OBJECTIVE = Objective.of(AlgorithmConfig())
 BETA1 = 0.9
 ALONE = Ranks()
 
@@ -32,11 +36,35 @@ def make_optimizer(policy, **changes):
     return Optimizer(policy, **(arguments | changes))
 
 
+def aggregation(name, constant=20):
+    return partial(AGGREGATIONS[name], constant=constant)
+
+
+def algorithm(kind="clipped", *, correction="token", loss=(), **settings):
+    """The section `algorithm` with a loss, its settings as a dict, and a correction's weight."""
+    tree = {"loss": {"kind": kind, **dict(loss)}, "correction": {"weight": correction}, **settings}
+    return AlgorithmConfig.model_validate(tree)
+
+
+def replace_micro_batches(step, micro_batches):
+    """The same step of one update with other micro-batches, its counts unchanged."""
+    (minibatch,) = step.minibatches
+    minibatch = replace(minibatch, micro_batches=tuple(micro_batches))
+    return replace(step, minibatches=(minibatch,))
+
+
+def micro_batches(step):
+    return [micro for minibatch in step.minibatches for micro in minibatch.micro_batches]
+
+
 def pack(groups, **changes):
     arguments = {
         "version": 0,
         "max_staleness": 0,
         "advantage": ADVANTAGES["mean_std"],
+        "aggregation": aggregation("token_mean"),
+        "num_minibatches": 1,
+        "mask_truncated": False,
         "share_prompts": True,
         "micro_batch_tokens": 256,
         "skip_zero_advantage": False,
@@ -44,15 +72,16 @@ def pack(groups, **changes):
     return build_step(groups, **(arguments | changes))
 
 
-def run_step(policy, optimizer, step, *, ranks=ALONE, tracer=None):
+def run_step(policy, optimizer, step, *, objective=OBJECTIVE, ranks=ALONE, tracer=None, **more):
     return train_step(
         policy,
         optimizer,
         step,
-        loss=LOSS,
+        objective=objective,
         temperature=1.0,
         ranks=ranks,
         tracer=tracer or Tracer(None, process="test"),
+        **more,
     )
 
 
@@ -75,3 +104,16 @@ def plain_logprobs(model, prompt, completion, temperature=1.0):
     logits = model(input_ids=sequence[None]).logits[0] / temperature
     table = logits.log_softmax(-1)[:-1]
     return table.gather(1, sequence[1:, None])[len(prompt) - 1 :, 0]
+
+
+def gradient_after_first_step(optimizer):
+    """Adam's first moment is (1 - beta1) times the first gradient."""
+    return {
+        name: optimizer.adam.state[parameter]["exp_avg"] / (1 - BETA1)
+        for name, parameter in optimizer.parameters.items()
+    }
+
+
+def assert_near(found, wanted, tolerance=1e-5):
+    """Largest difference relative to the largest value of the tensor."""
+    assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())

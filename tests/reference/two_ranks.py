@@ -1,6 +1,6 @@
 """One of two learner ranks, started by torchrun from tests/unit/test_ranks.py.
 
-Usage: python -m tests.reference.two_ranks {train|lost} MODEL OUT
+Usage: python -m tests.reference.two_ranks {train|losses|lost} MODEL OUT
 """
 
 import json
@@ -10,15 +10,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import PeerLostError
 from asyncrl.learner.batch import StepBatch, split_for_ranks
 from asyncrl.learner.checkpoint import CheckpointFacts, latest, load_optimizer, save
+from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.model import Policy, shard
+from asyncrl.learner.objective import Objective
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
-from asyncrl.learner.step import Optimizer, StepResult
+from asyncrl.learner.step import StepResult
 from tests.reference.groups import group, random_groups, rollout
-from tests.reference.stepping import load_policy, make_optimizer, pack, run_step
+from tests.reference.stepping import (
+    aggregation,
+    algorithm,
+    load_policy,
+    make_optimizer,
+    micro_batches,
+    pack,
+    replace_micro_batches,
+    run_step,
+)
 
 FACTS = CheckpointFacts(version=3, epoch=1, cursor=7, config_digest="d", run_name="r")
 
@@ -28,13 +43,13 @@ def steps() -> list[StepBatch]:
     in which a second rank has nothing to do."""
     groups = random_groups(np.random.default_rng(3), num_groups=5, group_size=3, vocab=90)
     clean = pack(groups, micro_batch_tokens=40)
-    assert len(clean.micro_batches) % 2 == 1
-    first, second, *rest = clean.micro_batches
+    first, second, *rest = micro_batches(clean)
+    assert len(rest) % 2 == 1
     broken = np.full_like(second.advantages, np.nan)
     # Micro-batch 1 is rank 1's alone.
-    poisoned = replace(clean, micro_batches=(first, replace(second, advantages=broken), *rest))
+    poisoned = replace_micro_batches(clean, [first, replace(second, advantages=broken), *rest])
     small = pack([group([4], [rollout([5, 6], score=0.0), rollout([7], score=1.0)])])
-    assert len(small.micro_batches) == 1
+    assert len(micro_batches(small)) == 1
     return [clean, poisoned, small]
 
 
@@ -44,7 +59,46 @@ def decaying(policy: Policy) -> Optimizer:
 
 def train(policy: Policy, optimizer: Optimizer, ranks: Ranks) -> list[StepResult]:
     shares = [split_for_ranks(step, ranks.rank, ranks.world) for step in steps()]
-    return [run_step(policy, optimizer, share, ranks=ranks) for share in shares]
+    sketch = GradientSketch(optimizer.parameters.values())
+    return [run_step(policy, optimizer, share, ranks=ranks, sketch=sketch) for share in shares]
+
+
+GSPO = {"clip_low": 0.1, "clip_high": 0.1}
+CASES = {
+    "clipped token_mean": (algorithm(), {}),
+    "gspo sequence_mean": (algorithm("gspo", loss=GSPO, proximal="interpolated"), {}),
+    "reinforce constant_length": (algorithm("reinforce", entropy_bonus=0.1), {}),
+    "clipped prompt_mean, 2 updates": (
+        algorithm(num_minibatches=2, proximal="recomputed"),
+        {"num_minibatches": 2},
+    ),
+}
+"""Sections `algorithm`, and what pack is told beside them; the name ends with the aggregation."""
+
+
+def moments(model: Path, case: str, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Adam's first moments after one step from the given weights; the same on every rank."""
+    section, settings = CASES[case]
+    policy = load_policy(model)
+    if ranks.mesh is not None:
+        shard(policy, ranks.mesh)
+    optimizer = make_optimizer(policy)
+    groups = random_groups(
+        np.random.default_rng(8), num_groups=5, group_size=3, vocab=90, version=6, max_staleness=2
+    )
+    name = case.split()[1].rstrip(",")
+    step = pack(
+        groups, version=6, max_staleness=2, micro_batch_tokens=40, aggregation=aggregation(name),
+        **settings,
+    )  # fmt: skip
+    share = split_for_ranks(step, ranks.rank, ranks.world)
+    result = run_step(policy, optimizer, share, objective=Objective.of(section), ranks=ranks)
+    assert result.values["optimizer/updates"] == section.num_minibatches
+    found = {}
+    for key, parameter in optimizer.parameters.items():
+        moment = optimizer.adam.state[parameter]["exp_avg"]
+        found[key] = moment.full_tensor() if isinstance(moment, DTensor) else moment
+    return found
 
 
 class NoTokenizer:
@@ -64,6 +118,11 @@ def main() -> None:
             ranks.barrier()
         except PeerLostError as error:
             (out / "lost.txt").write_text(str(error))
+        return
+    if mode == "losses":
+        for index, case in enumerate(CASES):
+            save_file(moments(model, case, ranks), out / f"moments{index}-{rank}")
+        ranks.leave()
         return
     (out / f"bytes{rank}").write_bytes(ranks.broadcast_bytes(b"\x00batch" if rank == 0 else None))
     policy = load_policy(model)

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algo import ADVANTAGES
+from asyncrl.algo import ADVANTAGES, AGGREGATIONS
 from asyncrl.errors import ConfigError, StaleRolloutError
 from asyncrl.learner.batch import build_step, split_for_ranks
 from tests.reference.groups import group, random_groups, rollout
+from tests.reference.stepping import aggregation, micro_batches
 
 
 def build(groups, **changes):
@@ -16,6 +17,9 @@ def build(groups, **changes):
         "version": 0,
         "max_staleness": 0,
         "advantage": ADVANTAGES["mean"],
+        "aggregation": aggregation("token_mean"),
+        "num_minibatches": 1,
+        "mask_truncated": False,
         "share_prompts": True,
         "micro_batch_tokens": 64,
         "skip_zero_advantage": False,
@@ -26,7 +30,7 @@ def build(groups, **changes):
 def trained_tokens(step):
     """Every trained token as (context it is predicted from, target, mu, advantage, staleness)."""
     found = []
-    for micro in step.micro_batches:
+    for micro in micro_batches(step):
         width = micro.tokens.shape[1]
         for index, flat in enumerate(micro.predictor_index):
             if not micro.completion_mask[index]:
@@ -89,14 +93,14 @@ def test_every_token_is_trained_once_from_its_own_context(
     assert found == expected_tokens(groups, 7)
     assert step.num_tokens == len(found)
     # F077: equal counts, and N of the whole step on every rank.
-    assert len({len(part.micro_batches) for part in parts}) == 1
+    assert len({len(micro_batches(part)) for part in parts}) == 1
     assert {part.num_tokens for part in parts} == {step.num_tokens}
-    assert all(micro.tokens.size <= limit for micro in step.micro_batches)
+    assert all(micro.tokens.size <= limit for micro in micro_batches(step))
 
 
 def test_a_shared_row_is_laid_out_as_documented():
     step = build([group([11, 12, 13], [rollout([1, 2, 3], score=0.0), rollout([4, 5], score=1.0)])])
-    (micro,) = step.micro_batches
+    (micro,) = micro_batches(step)
     assert micro.tokens.tolist() == [[11, 12, 13, 1, 2, 4]]
     assert micro.segments.tolist() == [[0, 0, 0, 1, 1, 2]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
@@ -111,7 +115,7 @@ def test_without_sharing_rows_are_causal_and_padded_to_the_longest():
         [group([11, 12], [rollout([1, 2, 3], score=0.0), rollout([4], score=1.0)])],
         share_prompts=False,
     )
-    (micro,) = step.micro_batches
+    (micro,) = micro_batches(step)
     assert micro.tokens.tolist() == [[11, 12, 1, 2], [11, 12, 0, 0]]
     assert micro.segments.tolist() == [[0, 0, 1, 1], [0, 0, -1, -1]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
@@ -180,7 +184,8 @@ def test_zero_advantage_rows_may_be_left_out_but_stay_in_n():
     assert sorted(target for _, target, *_ in trained_tokens(step)) == [3, 5]
     assert step.sums["groups/frac_mixed"] == 1
     nothing = build([constant], skip_zero_advantage=True)
-    assert (nothing.num_tokens, nothing.has_signal, nothing.micro_batches) == (4, False, ())
+    assert (nothing.num_tokens, micro_batches(nothing)) == (4, [])
+    assert not nothing.minibatches[0].has_signal
 
 
 def test_a_rollout_longer_than_a_micro_batch_names_the_setting():
@@ -193,12 +198,117 @@ def test_a_rollout_longer_than_a_micro_batch_names_the_setting():
 
 def test_a_rounding_above_zero_is_zero_and_nan_stays_to_be_counted():
     members = [rollout([2, 3], score=0.0, logprobs=[5e-4, np.nan]), rollout([2], score=1.0)]
-    (micro,) = build([group([1], members)]).micro_batches
+    (micro,) = micro_batches(build([group([1], members)]))
     assert micro.behaviour_logprobs[0] == 0.0
     assert np.isnan(micro.behaviour_logprobs[1])
 
 
+def tokens_by_completion(step):
+    """(targets, scale) of every trained completion, found by the micro-batches' own index."""
+    found = []
+    for micro in micro_batches(step):
+        assert micro.sequence.dtype == np.int64
+        assert sorted(set(micro.sequence.tolist())) == list(range(micro.sequence.max() + 1))
+        for index in range(micro.sequence.max() + 1):
+            inside = micro.sequence == index
+            (scale,) = set(micro.scale[inside].tolist())
+            found.append((micro.targets[inside].tolist(), scale))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("limit", [12, 64])
+def test_completions_are_whole_and_scaled_whatever_the_packing(name, share, limit):
+    # Lengths 1, 3, 2, 2 in two prompts; a rollout without a score and an empty one count nowhere.
+    # N = 8, B = 4, L = 5, P = 2 with 4 tokens each.
+    groups = [
+        group([9], [rollout([1], score=0.0), rollout([2, 2, 2], score=1.0)]),
+        group([8, 8, 8], [rollout([3] * 7, status="error"), rollout([3] * 7, status="error")]),
+        group(
+            [9] * 6,
+            [
+                rollout([4, 4], score=0.0),
+                rollout([5, 5], score=1.0),
+                rollout([], score=2.0, finish="abort"),
+            ],
+        ),
+    ]
+    scales = {
+        "token_mean": [1, 1, 1, 1],
+        "sequence_mean": [8 / 4, 8 / 12, 8 / 8, 8 / 8],
+        "constant_length": [8 / 20] * 4,
+        "prompt_mean": [8 / 8] * 4,
+    }[name]
+    step = build(
+        groups,
+        aggregation=aggregation(name, 5),
+        share_prompts=share,
+        micro_batch_tokens=limit,
+    )
+    assert tokens_by_completion(step) == [
+        (targets, pytest.approx(scale))
+        for targets, scale in zip([[1], [2, 2, 2], [4, 4], [5, 5]], scales, strict=True)
+    ]
+
+
+def test_a_longer_neighbour_changes_no_constant_length_scale():
+    # F008: L is the config's number, so a token's weight scale / N depends on B alone.
+    def weight(*lengths):
+        members = [rollout([7] * n, score=float(i % 2)) for i, n in enumerate(lengths)]
+        step = build([group([1], members)], aggregation=aggregation("constant_length", 20))
+        (micro,) = micro_batches(step)
+        return float(micro.scale[0]) / step.num_tokens
+
+    assert weight(2, 2) == pytest.approx(1 / (2 * 20))
+    assert weight(2, 40) == pytest.approx(1 / (2 * 20))
+
+
+def pair(prompt, length, **settings):
+    members = [rollout([prompt] * length, score=float(i), **settings) for i in range(2)]
+    return group([prompt], members, group_id=prompt)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "parts", "sizes"),
+    [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (5, 3, [2, 2, 1]), (3, 3, [1, 1, 1])],
+)
+def test_minibatches_are_consecutive_groups_with_counts_of_their_own(num_groups, parts, sizes):
+    groups = [pair(index + 1, length=index + 1) for index in range(num_groups)]
+    step = build(groups, num_minibatches=parts, aggregation=aggregation("sequence_mean"))
+    assert [len(m.micro_batches) for m in step.minibatches] == [1] * parts
+    start = 0
+    for minibatch, size in zip(step.minibatches, sizes, strict=True):
+        inside = groups[start : start + size]
+        alone = build(inside, aggregation=aggregation("sequence_mean"))
+        (wanted,), (found,) = micro_batches(alone), minibatch.micro_batches
+        assert minibatch.num_tokens == alone.num_tokens
+        assert found.targets.tolist() == wanted.targets.tolist()
+        assert found.scale.tolist() == wanted.scale.tolist()
+        start += size
+    assert step.num_tokens == sum(item.num_completion_tokens for item in groups)
+    assert step.sums["tokens/trained"] == step.num_tokens
+
+
+def test_truncated_completions_train_only_if_told_but_shape_the_baseline():
+    # F010. Scores 0, 1, 2 with mean 1: without the truncated one the others would be -0.5 and +0.5.
+    members = [
+        rollout([2, 2], score=0.0),
+        rollout([3], score=1.0),
+        rollout([4] * 9, score=2.0, finish="length"),
+    ]
+    every, masked = (build([group([1], members)], mask_truncated=flag) for flag in (False, True))
+    assert [(t, a) for _, t, _, a, _ in trained_tokens(every)][:3] == [(2, -1), (3, 0), (4, 1)]
+    assert [(t, a) for _, t, _, a, _ in trained_tokens(masked)] == [(2, -1), (3, 0), (2, -1)]
+    assert (every.num_tokens, masked.num_tokens) == (12, 3)
+    assert masked.counts["rollout"] == every.counts["rollout"] == 3
+    only = [group([1], [rollout([2], score=float(i), finish="length") for i in range(2)])]
+    nothing = build(only, mask_truncated=True)
+    assert (nothing.num_tokens, nothing.minibatches[0].has_signal) == (0, False)
+
+
 def test_an_empty_step_has_nothing_to_train():
     step = build([group([1], [rollout([2], status="error"), rollout([3], status="error")])])
-    assert (step.num_tokens, step.has_signal, step.micro_batches) == (0, False, ())
-    assert split_for_ranks(step, 1, 2).micro_batches == ()
+    assert (step.num_tokens, micro_batches(step)) == (0, [])
+    assert not step.minibatches[0].has_signal
+    assert micro_batches(split_for_ranks(step, 1, 2)) == []

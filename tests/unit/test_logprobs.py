@@ -56,11 +56,41 @@ def test_values_and_gradients_equal_log_softmax(
         torch.testing.assert_close(slope, wanted, rtol=1e-9, atol=1e-11)
 
 
-def test_gradient_passes_gradcheck():
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_tokens=st.integers(1, 6),
+    vocab=st.integers(1, 23),
+    chunk=st.integers(1, 25),
+    temperature=st.sampled_from([0.6, 1.0, 1.3]),
+    with_bias=st.booleans(),
+)
+def test_the_entropy_has_the_gradient_of_the_full_distribution_when_asked(
+    seed, num_tokens, vocab, chunk, temperature, with_bias
+):
+    hidden, weight, bias, targets = inputs(seed, num_tokens, 5, vocab, with_bias)
+    left = torch.linspace(-1, 2, num_tokens, dtype=torch.float64)
+    right = torch.linspace(3, -1, num_tokens, dtype=torch.float64)
+    expected, expected_entropy = plain(hidden, weight, bias, targets, temperature)
+    variables = [v for v in (hidden, weight, bias) if v is not None]
+    slopes = torch.autograd.grad(expected @ left + expected_entropy @ right, variables)
+    found, entropy = chunked_logprobs(
+        hidden, weight, bias, targets, temperature=temperature, vocab_chunk=chunk,
+        entropy_gradient=True,
+    )  # fmt: skip
+    total = found @ left + entropy @ right
+    for slope, wanted in zip(torch.autograd.grad(total, variables), slopes, strict=True):
+        torch.testing.assert_close(slope, wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_gradient_passes_gradcheck(output):
     hidden, weight, bias, targets = inputs(3, 4, 3, 7, True)
 
     def function(*variables):
-        return chunked_logprobs(*variables, targets, temperature=0.7, vocab_chunk=3)[0]
+        return chunked_logprobs(
+            *variables, targets, temperature=0.7, vocab_chunk=3, entropy_gradient=True
+        )[output]
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from asyncrl.learner.ranks import Ranks
 from tests.models import make_tiny_model
 from tests.reference import two_ranks
-from tests.reference.stepping import load_policy
+from tests.reference.stepping import assert_near, load_policy
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +44,7 @@ def test_two_ranks_train_as_one_and_their_checkpoint_is_the_same(tmp_path):
     optimizer = two_ranks.decaying(policy)
     alone = two_ranks.train(policy, optimizer, Ranks())
     assert [result.skipped for result in alone] == ["", "not finite", ""]
+    assert -1 <= alone[2].values["optimizer/grad_cosine"] <= 1
     by_rank = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
     for results in by_rank:
         for found, wanted in zip(results, alone, strict=True):
@@ -74,6 +75,22 @@ def test_two_ranks_train_as_one_and_their_checkpoint_is_the_same(tmp_path):
 
 
 @pytest.mark.process
+def test_two_ranks_compute_the_gradient_of_one_for_every_kind_of_denominator(tmp_path):
+    model = make_tiny_model(tmp_path / "tiny", seed=1)
+    start_two("losses", model, tmp_path)
+    for index, case in enumerate(two_ranks.CASES):
+        alone = two_ranks.moments(model, case, Ranks())
+        # A second update starts from weights that Adam made differ by rounding.
+        tolerance = 1e-3 if "2 updates" in case else 1e-5
+        for rank in (0, 1):
+            found = load_file(tmp_path / f"moments{index}-{rank}")
+            assert found.keys() == alone.keys()
+            for name, wanted in alone.items():
+                assert float(wanted.abs().max()) > 0
+                assert_near(found[name], wanted, tolerance=tolerance)
+
+
+@pytest.mark.process
 def test_a_rank_whose_peer_died_gets_a_named_error(tmp_path):
     start_two("lost", "unused", tmp_path)
     assert "a rank died or missed the deadline" in (tmp_path / "lost.txt").read_text()
@@ -86,6 +103,8 @@ def test_one_rank_needs_nobody():
     sums = {"b": torch.tensor(2), "a": torch.tensor(0.5)}
     assert ranks.all_reduce_sums(sums) == {"a": 0.5, "b": 2.0}
     assert ranks.all_reduce_maxima({}) == {}
+    tables = ranks.all_reduce_tables({"b": torch.tensor([[1.0, 2.0]]), "a": torch.tensor([3])})
+    assert {name: table.tolist() for name, table in tables.items()} == {"a": [3.0], "b": [[1, 2]]}
     ranks.barrier()
     ranks.leave()
 

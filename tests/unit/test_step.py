@@ -10,15 +10,18 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.telemetry.trace import Tracer
 from tests.models import make_tiny_model
-from tests.reference.groups import group, random_groups, rollout
+from tests.reference.groups import group, random_groups, rollout, unequal_groups
 from tests.reference.stepping import (
-    BETA1,
+    assert_near,
     everything,
+    gradient_after_first_step,
     identical,
     load_policy,
     make_optimizer,
+    micro_batches,
     pack,
     plain_logprobs,
+    replace_micro_batches,
     run_step,
 )
 
@@ -26,14 +29,6 @@ from tests.reference.stepping import (
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=1)
-
-
-def gradient_after_first_step(optimizer):
-    """Adam's first moment is (1 - beta1) times the first gradient."""
-    return {
-        name: optimizer.adam.state[parameter]["exp_avg"] / (1 - BETA1)
-        for name, parameter in optimizer.parameters.items()
-    }
 
 
 def reference_gradient(path, groups, temperature=1.0):
@@ -51,22 +46,6 @@ def reference_gradient(path, groups, temperature=1.0):
             weight = (logprobs.detach() - mu).exp().clamp(max=2.0)
             (-(weight * float(advantage) * logprobs).sum() / num_tokens).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def unequal_groups():
-    """F001: 5, 50, 7, 90, 3, 200, 11 and 64 trained tokens."""
-    generator = np.random.default_rng(0)
-
-    def one(length, score):
-        tokens = generator.integers(0, 90, length)
-        return rollout(
-            tokens, score=score, versions=[2] * length, logprobs=-generator.uniform(1, 6, length)
-        )
-
-    return [
-        group([5, 6, 7], [one(5, 0.0), one(50, 1.0), one(7, 1.0), one(90, 0.0)], group_id=0),
-        group([8], [one(3, 0.5), one(200, 0.0), one(11, 0.0), one(64, 1.0)], group_id=1),
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +74,6 @@ def test_the_gradient_does_not_depend_on_how_the_step_is_cut(
     assert found.keys() == expected_gradient.keys()
     for name, wanted in expected_gradient.items():
         assert_near(found[name], wanted)
-
-
-def assert_near(found, wanted, tolerance=1e-5):
-    """Largest difference relative to the largest value of the tensor."""
-    assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
 
 
 def test_mismatch_is_the_learners_minus_the_stored_logprob_token_by_token(model_path):
@@ -140,17 +114,17 @@ def test_sums_describe_the_loss_and_entropy_is_that_of_the_model(model_path):
     # One update per batch: the ratio is 1, so nothing is ever clipped.
     assert result.sums["ratio/clipped_high"] == result.sums["ratio/clipped_low"] == 0
     assert 0 < result.values["policy/entropy"] < math.log(110)
-    assert 0 < result.sums["tis/weight"] <= 2.0 * step.num_tokens
+    assert 0 < result.sums["correction/weight"] <= 2.0 * step.num_tokens
 
 
 def test_a_gradient_that_is_not_finite_changes_no_bit(model_path):
     # F015: one clean step, one poisoned, one clean; the poisoned one might not have been.
     groups = random_groups(np.random.default_rng(2), num_groups=2, group_size=3, vocab=90)
     clean = pack(groups)
-    micro = clean.micro_batches[0]
+    (micro,) = micro_batches(clean)
     micro_advantages = micro.advantages.copy()
     micro_advantages[0] = np.nan
-    poisoned = replace(clean, micro_batches=(replace(micro, advantages=micro_advantages),))
+    poisoned = replace_micro_batches(clean, [replace(micro, advantages=micro_advantages)])
     policy, control = load_policy(model_path), load_policy(model_path)
     optimizer, control_optimizer = make_optimizer(policy), make_optimizer(control)
     run_step(policy, optimizer, clean)

@@ -1,6 +1,7 @@
 """Metrics, sinks, traces and the run's summary."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,9 @@ def test_offline_wandb_keeps_every_row_in_its_own_file(tmp_path: Path) -> None:
     sink.write({"step": 11, "reward/mean": 0.5})
     sink.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-r1.wandb")
-    content = file.read_bytes()
-    for value in (b"0.125", b"0.0625", b"0.5"):
-        assert value in content
+    expected = {b"0.125", b"0.0625", b"0.5"}
+    deadline = time.monotonic() + 60  # the client's own process writes the file out
+    while missing := {value for value in expected if value not in file.read_bytes()}:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.05)
     assert sink.num_dropped == 0
