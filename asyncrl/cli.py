@@ -91,12 +91,13 @@ def _run_in(run_dir: Path, config: RunConfig) -> int:
     """The whole run, with its records in a folder that is ours alone."""
     from rich.console import Console
 
+    from asyncrl.run_folder import resume_hint
     from asyncrl.supervise import Supervisor
     from asyncrl.telemetry.console import summary
     from asyncrl.telemetry.provenance import provenance
 
     console = Console(highlight=False, soft_wrap=True)
-    (run_dir / "config.toml").write_text(to_toml(config))
+    (run_dir / "config.toml").write_text(to_toml(config.without_resume()))
     record = provenance() | {"run_id": secrets.token_hex(6), "seed": config.seed}
     if (run_dir / "run.json").exists():  # resumed: the same run, one more attempt
         earlier = json.loads((run_dir / "run.json").read_text())
@@ -114,6 +115,8 @@ def _run_in(run_dir: Path, config: RunConfig) -> int:
     for key, value in found.items():
         console.print(f"  {key}: {value}", markup=False)
     console.print(f"run {config.name} {outcome}: {run_dir}", markup=False)
+    if code == 130:
+        console.print(resume_hint(run_dir), markup=False)
     return code
 
 

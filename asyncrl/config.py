@@ -266,7 +266,7 @@ class WeightsConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(50, ge=0)
     """0: only after the last step."""
 
     num_kept: int = Field(2, ge=1)
@@ -418,6 +418,11 @@ class RunConfig(Section):
     def silence_s(self) -> float:
         """Seconds of silence after which a peer is lost."""
         return self.broker.beat_s * self.broker.max_missed_beats
+
+    def without_resume(self) -> "RunConfig":
+        """The same run from its beginning: what a run folder keeps, so that it can be repeated."""
+        section = self.checkpoint.model_copy(update={"resume": False})
+        return self.model_copy(update={"checkpoint": section})
 
     @property
     def lineage(self) -> str:

@@ -27,6 +27,8 @@ def run_folder(config: RunConfig) -> Iterator[Path]:
         raise ConfigError(
             f"checkpoint.resume=true, but run_dir={config.run_dir!r} holds no checkpoints"
         )
+    if config.checkpoint.resume:
+        _check_unfinished(config)
     path = Path(config.run_dir) if config.run_dir else _unused(config.name)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -43,6 +45,17 @@ def run_folder(config: RunConfig) -> Iterator[Path]:
         yield path.resolve()
     finally:
         os.close(lock)
+
+
+def _check_unfinished(config: RunConfig) -> None:
+    """Resuming a finished run would only set its last evaluation aside."""
+    folders = Path(config.run_dir, "checkpoints").glob("version-*")
+    newest = max((int(path.name.removeprefix("version-")) for path in folders), default=0)
+    if newest >= config.pipeline.num_steps:
+        raise ConfigError(
+            f"run_dir={config.run_dir!r} is finished: it holds version {newest}, and "
+            f"pipeline.num_steps={config.pipeline.num_steps}; raise that to train on"
+        )
 
 
 def _unused(name: str) -> Path:
@@ -69,6 +82,17 @@ def _take(lock: int, path: Path) -> None:
             f"run_dir={str(path)!r} is in use by a run that has not ended; stop that one first, or "
             "choose another folder"
         ) from error
+
+
+def resume_hint(run_dir: Path) -> str:
+    """How an interrupted run goes on, or why it cannot."""
+    kept = sorted(path.name for path in (run_dir / "checkpoints").glob("version-*"))
+    if not kept:
+        return "nothing was saved yet (checkpoint.every_steps), so it cannot be resumed"
+    return (
+        f"to go on from {kept[-1]}: asyncrl run {run_dir}/config.toml 'run_dir=\"{run_dir}\"' "
+        "checkpoint.resume=true"
+    )
 
 
 def read_key(path: Path) -> str:

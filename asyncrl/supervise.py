@@ -3,28 +3,26 @@
 Invariants: no process of the run outlives the supervisor (family.py); the first failure names the
 run's cause, every later one is a consequence; a generator may be restarted, a broker or learner that
 fails ends the run; once the learner has ended well the run is done, whatever happens to the others.
-Exit codes: 0 done, 1 failed, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 failed because of a setting, 130 interrupted.
 """
 
-import contextlib
 import json
 import logging
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from asyncrl.causes import cause, error_file, is_known, root_cause
+from asyncrl.causes import cause, is_known, root_cause
+from asyncrl.child import Child
 from asyncrl.config import RunConfig
-from asyncrl.errors import AsyncRLError, PeerLostError
-from asyncrl.family import children, die_with_parent, inherit_orphans, kill_orphans
+from asyncrl.errors import AsyncRLError, ConfigError, PeerLostError
+from asyncrl.family import children, inherit_orphans, kill_orphans
 from asyncrl.placement import plan_cores, visible_gpus
 from asyncrl.run_folder import read_key, write_private
 from asyncrl.telemetry.console import Follower, eval_line, step_line
@@ -44,22 +42,6 @@ _LAST_WORDS_S = 5.0
 
 _FINISH_S = 30.0
 """After the learner is done, the others have this long to end by themselves."""
-
-
-@dataclass(slots=True)
-class Child:
-    """One process of the run."""
-
-    name: str
-    command: list[str]
-    cores: list[int]
-    gpus: list[str] | None
-    restarts_left: int
-    incarnation: int = 0
-    process: subprocess.Popen[bytes] | None = None
-    started_s: float = 0.0
-    joined: bool = False
-    finished: bool = False
 
 
 @dataclass(slots=True)
@@ -88,7 +70,7 @@ class Supervisor:
         except (AsyncRLError, OSError) as error:
             self._stopping = True
             self.say(f"FAILED: {error}")
-            return 1
+            return 2 if isinstance(error, ConfigError) else 1
         finally:
             self._stopping = True
             self._stop_all()
@@ -110,6 +92,7 @@ class Supervisor:
         common = [
             str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir),
             "--run-id", self.run_id, "--token-file", str(token), "--supervised",
+            f"checkpoint.resume={str(self.config.checkpoint.resume).lower()}",
         ]  # fmt: skip
         address_file = self.run_dir / "broker.json"
         address_file.unlink(missing_ok=True)
@@ -152,36 +135,7 @@ class Supervisor:
             launcher += ["-m"]
         child = Child(name, [*launcher, "asyncrl", *arguments], cores, gpus, restarts)
         self._children[name] = child
-        self._spawn(child)
-
-    def _spawn(self, child: Child) -> None:
-        for stale in (error_file(self.run_dir, child.name), self._joined_file(child)):
-            stale.unlink(missing_ok=True)
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(len(child.cores)),
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if child.gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(child.gpus)
-        log_path = self.run_dir / "logs" / f"{child.name}.log"
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log_file:
-            again = ["--incarnation", str(child.incarnation)] if child.incarnation else []
-            child.process = subprocess.Popen(
-                [*child.command, *again],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
-                preexec_fn=partial(die_with_parent, os.getpid()),
-            )
-        child.started_s = time.monotonic()
-        child.joined = False
-        if self.config.host.pin_cores:
-            with contextlib.suppress(ProcessLookupError):  # it may have failed already
-                os.sched_setaffinity(child.process.pid, child.cores)
+        child.spawn(self.run_dir, pin=self.config.host.pin_cores)
 
     def _await_broker(self, address_file: Path) -> str:
         deadline_s = time.monotonic() + self.config.host.start_timeout_s
@@ -254,13 +208,13 @@ class Supervisor:
                 child.restarts_left -= 1
                 child.incarnation += 1
                 self.say(f"{cause(self.run_dir, child.name, code)}; restarting it")
-                self._spawn(child)
+                child.spawn(self.run_dir, pin=self.config.host.pin_cores)
             else:
-                raise PeerLostError(self._root_cause(child, code))
+                raise self._root_cause(child, code)
 
     def _may_restart(self, child: Child, code: int) -> bool:
         """A generator that had joined; one that fails before, or of its settings, would fail again."""
-        joined = child.joined or self._joined_file(child).exists()
+        joined = child.joined or child.joined_file(self.run_dir).exists()
         return child.restarts_left > 0 and joined and code != 2 and self._stops_alone()
 
     def _stops_alone(self) -> bool:
@@ -268,7 +222,7 @@ class Supervisor:
         others = (self._children[name] for name in ("broker", "learner"))
         return all(o.process is not None and o.process.poll() is None for o in others)
 
-    def _root_cause(self, child: Child, code: int) -> str:
+    def _root_cause(self, child: Child, code: int) -> AsyncRLError:
         """The first failure; a partner that only lost its peer waits for that peer's own words."""
         deadline_s = time.monotonic() + _LAST_WORDS_S
         ended = {child.name: code}
@@ -278,17 +232,15 @@ class Supervisor:
                 if other.process is not None and other.process.poll():
                     ended[other.name] = other.process.returncode
             if is_known(self.run_dir, ended.items()) or time.monotonic() > deadline_s:
-                return root_cause(self.run_dir, ended.items())
-
-    def _joined_file(self, child: Child) -> Path:
-        return self.run_dir / "joined" / child.name
+                text = root_cause(self.run_dir, ended.items())
+                return ConfigError(text) if 2 in ended.values() else PeerLostError(text)
 
     def _check_joined(self) -> None:
         limit_s = self.config.host.start_timeout_s
         for child in self._children.values():
             if child.joined or child.finished or child.name == "broker":
                 continue
-            child.joined = self._joined_file(child).exists()
+            child.joined = child.joined_file(self.run_dir).exists()
             if not child.joined and time.monotonic() > child.started_s + limit_s:
                 raise PeerLostError(
                     f"{child.name} did not join within host.start_timeout_s={limit_s}; "
@@ -299,21 +251,14 @@ class Supervisor:
         """SIGTERM, then SIGKILL, to each child's whole session; then remove shared memory."""
         alive = [c for c in self._children.values() if c.process and c.process.poll() is None]
         for child in alive:
-            signal_session(child, signal.SIGTERM)
+            child.signal_session(signal.SIGTERM)
         deadline_s = time.monotonic() + _TERMINATE_S
         while any(c.process and c.process.poll() is None for c in alive):
             if time.monotonic() > deadline_s:
                 break
             time.sleep(0.05)
         for child in self._children.values():
-            signal_session(child, signal.SIGKILL)
+            child.signal_session(signal.SIGKILL)
             if child.process is not None:
                 child.process.wait()
         remove_leftovers(self.run_id)
-
-
-def signal_session(child: Child, number: signal.Signals) -> None:
-    """Signal a child's whole session: torchrun's ranks and scoring workers included."""
-    if child.process is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.process.pid, number)

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import PeerLostError, ProtocolError
+from asyncrl.errors import ConfigError, PeerLostError, ProtocolError
 from asyncrl.generator.engine import Completion, Engine, SampleRequest
 from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.groups import Sheaf
@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 0.01
 """How long an idle loop listens for messages before it looks at verdicts and weights again."""
+
+_HOPELESS_VERDICTS = 64
+"""After this many verdicts without a single score the scorer is taken to be broken."""
 
 _REPORT_S = 0.25
 """Seconds between two reports of running totals."""
@@ -215,6 +218,7 @@ class Generator:
             self._count_trouble(f"verdict/{verdict.status}", verdict.detail)
         else:
             self._counts[f"verdict/{verdict.status}"] += 1
+        self._check_scorer(verdict)
         sheaf = self._sheaves.get(request_id)
         if sheaf is None:
             return  # abandoned while it was scored
@@ -231,6 +235,17 @@ class Generator:
             self._fail(request_id, "bad_logprobs", retry=True)
         else:
             self._send(request_id, sheaf)
+
+    def _check_scorer(self, verdict: Verdict) -> None:
+        """A scorer that has never given a score will not: say so now, not after no_progress_s."""
+        if verdict.status == "scored" or self._counts["verdict/scored"]:
+            return
+        failed = sum(self._counts[f"verdict/{kind}"] for kind in ("error", "timeout", "abstained"))
+        if failed - self._counts["finish/abort"] >= _HOPELESS_VERDICTS:
+            raise ConfigError(
+                f"the first {failed} completions got no score at all; the last verdict was "
+                f"{verdict.status!r}: {verdict.detail or 'no reason given'} (see task.*)"
+            )
 
     def _count_trouble(self, counter: str, text: str) -> None:
         """Count what goes on without us; the first of a kind are logged, so that no disk fills up."""

@@ -59,10 +59,13 @@ def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) 
     ]
     bound = record.get("staleness/bound", max_staleness)
     limit = f"{max_staleness}" if bound == max_staleness else f"{max_staleness}, bound {bound:.0f}"
+    unscored = ""
+    if record.get("rollouts/unscored_frac"):
+        unscored = f" ({record['rollouts/unscored_frac']:.0%} unscored)"
     skipped = f"  no update: {record['skipped']}" if record.get("skipped") else ""
     alerts = "".join(f"\n  ALERT {text}" for text in record.get("new_alerts", ()))
     return (
-        f"step {record['step'] + 1:>3}/{num_steps}  reward {number('reward/mean')}  "
+        f"version {record['version']:>3}/{num_steps}  reward {number('reward/mean')}{unscored}  "
         f"staleness {number('staleness/mean')} (max {number('staleness/max', '.0f')} of "
         f"{limit})  generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
         f"{number('generator/busy_frac', '.0%')} busy  train "
@@ -73,10 +76,10 @@ def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) 
 
 def eval_line(record: Mapping[str, Any]) -> str:
     """One evaluation."""
+    sampled = record["num_samples"] + record["num_unscored"]
     return (
         f"held-out score {record['mean_score']:.3f} at version {record['version']} "
-        f"({record['num_samples']} samples, {record['num_unscored']} unscored, "
-        f"{record['seconds']:.0f} s)"
+        f"({record['num_samples']} of {sampled} samples scored, {record['seconds']:.0f} s)"
     )
 
 
