@@ -9,7 +9,14 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.model import Policy, attention_mask, choose_dtype
 from tests.models import make_tiny_model
 from tests.reference.groups import random_groups
-from tests.reference.stepping import load_policy, make_optimizer, pack, plain_logprobs, run_step
+from tests.reference.stepping import (
+    load_policy,
+    make_optimizer,
+    micro_batches,
+    pack,
+    plain_logprobs,
+    run_step,
+)
 
 CPU = torch.device("cpu")
 
@@ -36,7 +43,7 @@ def test_logprobs_equal_the_librarys_own_and_carry_the_temperature(model_path, t
         for share in (True, False):
             found = []
             step = pack(groups, share_prompts=share, micro_batch_tokens=64)
-            for micro in step.micro_batches:
+            for micro in micro_batches(step):
                 logprobs, _ = policy(
                     torch.tensor(micro.tokens).long(),
                     torch.tensor(micro.position_ids).long(),
