@@ -90,6 +90,10 @@ class PipelineConfig(Section):
     max_staleness: int = Field(2, ge=0)
     """k: no token is trained on more than this many versions after it was sampled. 0 is synchronous."""
 
+    adaptive_staleness: bool = False
+    """Lower the bound for new groups while sampler and learner drift apart, never above max_staleness
+    (learner/controller.py)."""
+
     depth: int = Field(1, ge=1)
     """Steps' worth of groups that may be open: started and not yet taken by a step. 1 keeps groups
     fresh, so that a run does not sit at k; more keeps large engines full and hides long tails. Raise it
@@ -263,6 +267,11 @@ class TelemetryConfig(Section):
     wandb: Literal["off", "online", "offline"] = "off"
     wandb_project: str = "asyncrl"
     trace: bool = True
+    alerts: Literal["warn", "stop", "off"] = "warn"
+    """When a metric leaves its healthy range (telemetry/alerts.py): say so, end the run, or nothing."""
+
+    grad_cosine: bool = False
+    """Compare each gradient with the one before it, over a sample of up to a million elements."""
 
 
 class RunConfig(Section):
@@ -297,11 +306,6 @@ class RunConfig(Section):
                 "training needs the full support (top_p=1, top_k=0), because the learner's log-probs "
                 "are over the whole vocabulary; truncate only in eval.sampling"
             )
-        if self.pipeline.group_size < 2:
-            raise ValueError(
-                f"pipeline.group_size={self.pipeline.group_size} gives a group baseline nothing to "
-                f"compare with (algorithm.advantage={self.algorithm.advantage!r}); use 2 or more"
-            )
         if self.pipeline.group_size > self.engine.max_concurrent_completions:
             raise ValueError(
                 f"pipeline.group_size={self.pipeline.group_size} does not fit "
@@ -327,6 +331,32 @@ class RunConfig(Section):
             raise ValueError(
                 f"broker.address={self.broker.address!r} is reachable from other hosts and "
                 "broker.token_path is empty; name a file with a shared key"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_advantage(self) -> "RunConfig":
+        advantage, pipeline = self.algorithm.advantage, self.pipeline
+        if pipeline.group_size < 2 and advantage != "raw":
+            raise ValueError(
+                f"pipeline.group_size={pipeline.group_size} gives a group baseline nothing to "
+                f"compare with (algorithm.advantage={advantage!r}); use 2 or more"
+            )
+        if pipeline.zero_signal == "drop" and advantage == "raw":
+            raise ValueError(
+                'pipeline.zero_signal="drop" throws away groups of equal scores, which '
+                'algorithm.advantage="raw" learns from; use "keep"'
+            )
+        buffer = self.algorithm.overlong_buffer_tokens
+        if buffer > self.engine.max_completion_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens={buffer} exceeds "
+                f"engine.max_completion_tokens={self.engine.max_completion_tokens}"
+            )
+        if buffer > 0 and advantage == "max_rl":
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens={buffer} makes scores negative, and "
+                'algorithm.advantage="max_rl" divides by their mean'
             )
         return self
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from asyncrl.config_correction import CorrectionConfig
 from asyncrl.section import Section
 
 Anchor = Literal["proximal", "behaviour", "none"]
@@ -156,18 +157,28 @@ _ANCHORS: dict[str, Anchor] = {
 """The policy that a loss compares pi_theta with; cispo and dppo say it themselves."""
 
 
-class CorrectionConfig(Section):
-    """The weight of a token for having been sampled by mu."""
+class KlConfig(Section):
+    """KL to the initial model, which is then loaded a second time (formulas in algo/kl.py)."""
 
-    weight: Literal["none", "token"] = "token"
-    cap: float = Field(2.0, gt=0.0)
-    """C: weights are truncated here."""
+    kind: Literal["none", "reward_k1", "loss_k2", "loss_k3"] = "none"
+    """Where the term is: in the advantages, or in the loss; all three have the gradient of the KL."""
+
+    coefficient: float = Field(1e-3, gt=0.0)
+    """Nats of loss per nat of KL."""
 
 
 class AlgorithmConfig(Section):
     """Rewards to gradient."""
 
-    advantage: Literal["mean_std", "mean", "leave_one_out"] = "mean_std"
+    advantage: Literal[
+        "mean_std", "mean", "leave_one_out", "batch_std", "length_weighted", "max_rl", "raw"
+    ] = "mean_std"
+    """What a score is compared with (formulas in algo/advantages.py)."""
+
+    overlong_buffer_tokens: int = Field(0, ge=0)
+    """Scores fall by up to 1 over the last so many tokens before engine.max_completion_tokens, so that
+    the length limit is no cliff (DAPO); 0 is off."""
+
     loss: LossConfig = ClippedLoss()
     correction: CorrectionConfig = CorrectionConfig()
     aggregation: Literal["token_mean", "sequence_mean", "constant_length", "prompt_mean"] = (
@@ -187,6 +198,7 @@ class AlgorithmConfig(Section):
     mask_truncated: bool = False
     """Completions that hit the length limit train no token; their score stays in the baseline."""
 
+    kl: KlConfig = KlConfig()
     entropy_bonus: float = Field(0.0, ge=0.0)
     """Weight of the mean entropy of the tokens, which is then raised along with the reward."""
 
@@ -207,17 +219,19 @@ class AlgorithmConfig(Section):
     @property
     def every_token_pulls(self) -> bool:
         """Whether tokens of advantage 0 have a gradient too, so that none may be left out."""
-        return self.loss.kind == "squared_log_ratio" or self.entropy_bonus > 0
+        pulled = self.loss.kind == "squared_log_ratio" or self.kl.kind != "none"
+        return pulled or self.entropy_bonus > 0
 
     def refusals(self) -> Iterator[str]:
         """Why these settings may not stand together; nothing if they may."""
+        yield from self.correction.refusals()
         loss = f"algorithm.loss.kind={self.loss.kind!r} (anchored on {self.anchor})"
         weight = f"algorithm.correction.weight={self.correction.weight!r}"
         proximal = f"algorithm.proximal={self.proximal!r}"
         if self.anchor == "behaviour" and self.correction.weight != "none":
             yield (
                 f"{loss} compares with mu itself, and {weight} would count pi_prox/mu a second time; "
-                'set algorithm.correction.weight="none"'
+                'set algorithm.correction.kind="none"'
             )
         if self.proximal == "interpolated" and self.anchor != "proximal":
             yield (
@@ -227,7 +241,7 @@ class AlgorithmConfig(Section):
         if self.proximal == "interpolated" and self.correction.weight == "none":
             yield (
                 f"{proximal} leaves a part of pi_theta/mu to the correction, and {weight}; "
-                'set algorithm.correction.weight="token"'
+                'set algorithm.correction.kind="token_tis"'
             )
         if self.proximal == "current" and self.num_minibatches > 1 and (self.anchor == "proximal"):
             yield (

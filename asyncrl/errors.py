@@ -37,5 +37,9 @@ class NonFiniteLossError(AsyncRLError, ArithmeticError):
     """Too many optimizer steps in a row had a loss or gradient that is not finite."""
 
 
+class AlertError(AsyncRLError, RuntimeError):
+    """A metric left its healthy range and `telemetry.alerts="stop"`."""
+
+
 class CheckpointError(AsyncRLError, OSError):
     """A checkpoint is missing, incomplete, or belongs to another run."""

@@ -242,8 +242,10 @@ class Supervisor:
         time.sleep(_POLL_S)  # the partner may be writing its error at this moment
         found = [(child, code)]
         for other in self._children.values():
-            if other is not child and other.process is not None and (other.process.poll() or 0) > 0:
-                found.append((other, other.process.returncode))
+            status = (other.process.poll() if other.process is not None else None) or 0
+            # One that recorded its error may take a second to exit.
+            if other is not child and (status > 0 or self._error(other) is not None):
+                found.append((other, status))
         culprit, status = min(
             found,
             key=lambda item: (

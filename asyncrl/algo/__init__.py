@@ -8,7 +8,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from asyncrl.algo.advantages import Advantage, leave_one_out, mean, mean_std
+from asyncrl.algo.advantages import (
+    Advantage,
+    batch_std,
+    leave_one_out,
+    length_weighted,
+    max_rl,
+    mean,
+    mean_std,
+    raw,
+)
 from asyncrl.algo.aggregation import (
     Aggregation,
     Scales,
@@ -61,4 +70,8 @@ ADVANTAGES: dict[str, Advantage] = {
     "mean_std": mean_std,
     "mean": mean,
     "leave_one_out": leave_one_out,
+    "batch_std": batch_std,
+    "length_weighted": length_weighted,
+    "max_rl": max_rl,
+    "raw": raw,
 }

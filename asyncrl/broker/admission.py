@@ -1,6 +1,6 @@
 """Bounded staleness as bookkeeping: who may start a group, and which groups a step takes.
 
-G = groups per step, k = largest staleness allowed, version v = optimizer steps behind a set of
+G = groups per step, k = the staleness bound in force, version v = optimizer steps behind a set of
 weights. Step s takes the first G surviving groups in order of admission (FIFO) and turns version s
 into s + 1.
 
@@ -8,17 +8,22 @@ Rule. A generator that holds version v <= the ledger's version may start a group
 
     admitted - dropped < (v + k + 1) * G.
 
-Claim: a group that starts at v is trained at a step s with 0 <= s - v <= k.
+Claim: a group that starts at v under the bound k is trained at a step s with 0 <= s - v <= k. The bound
+at its admission is its promise; it holds whatever becomes of the bound afterwards.
 
 Proof. Let c = admitted - dropped at its admission. Every survivor so far was admitted before it, so
 it is survivor number c (counted from 0). Later admissions come behind it and drops only lower its
 number; steps take survivors in order, G at a time, so the step that takes it is at most
-floor(c / G) <= v + k. It is trained at the ledger's version or later, which is at least v. Its
-tokens are sampled at v or later, and at a version that exists when it is trained: the bound holds
-for every token, queue time included.
+floor(c / G) <= v + k. Nothing here depends on which bound other groups were admitted under, before
+or after: they only ever stand before it, counted in c, or behind it. It is trained at the ledger's
+version or later, which is at least v. Its tokens are sampled at v or later, and at a version that
+exists when it is trained: the promise holds for every token, queue time included.
+
+The bound may move within [0, max_staleness], so no promise exceeds the configured one. Raising it
+admits at once; lowering it takes nothing back, it only stops admission until the charge fits.
 
 No deadlock. If step s lacks a group, then fewer than G groups are open and c < (s + 1) * G, so a
-generator that holds s has credit, also with k = 0.
+generator that holds s has credit under every bound, also k = 0.
 
 A resume at version c starts with admitted = trained = c * G: the books of the surviving history.
 Credits are never counted up and down; they follow from the open groups, so none can leak:
@@ -55,7 +60,7 @@ class Admission:
         if version < 0:
             raise ValueError(f"version must be >= 0, got {version}")
         self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
+        self._max_staleness = self._bound = max_staleness
         self._version = version
         self._finished: dict[int, bool] = {}  # open groups in order of admission
         self._num_queued = 0
@@ -73,9 +78,27 @@ class Admission:
         return len(self._finished)
 
     @property
+    def bound(self) -> int:
+        """The bound in force; the configured max_staleness at first."""
+        return self._bound
+
+    @property
     def charged(self) -> int:
         """Survivors of the whole history: admitted - dropped."""
         return self._version * self._groups_per_step + len(self._finished)
+
+    def set_bound(self, max_staleness: int) -> None:
+        """From now on groups are admitted under this bound; open ones keep their promise.
+
+        Raises:
+            ValueError: it lies outside 0 .. the configured max_staleness.
+        """
+        if not 0 <= max_staleness <= self._max_staleness:
+            raise ValueError(
+                f"a staleness bound of {max_staleness} was asked for, the run allows 0.."
+                f"{self._max_staleness} (pipeline.max_staleness)"
+            )
+        self._bound = max_staleness
 
     def credits(self, version: int) -> int:
         """How many groups a generator holding `version` may start now.
@@ -84,7 +107,7 @@ class Admission:
         """
         if version > self._version:
             return 0
-        limit = (version + self._max_staleness + 1) * self._groups_per_step
+        limit = (version + self._bound + 1) * self._groups_per_step
         return max(0, limit - self.charged)
 
     def admit(self, group_id: int, version: int) -> None:
@@ -97,7 +120,8 @@ class Admission:
         if self.credits(version) == 0:
             raise StaleRolloutError(
                 f"group {group_id} has no credit at version {version}: {self.charged} charged, the "
-                f"ledger is at version {self._version}, max_staleness={self._max_staleness}, "
+                f"ledger is at version {self._version}, staleness bound {self._bound} of "
+                f"max_staleness={self._max_staleness}, "
                 f"groups_per_step={self._groups_per_step}"
             )
         if group_id in self._finished:

@@ -35,6 +35,7 @@ from asyncrl.wire.messages import (
     GroupRef,
     Hello,
     Message,
+    SetStaleness,
     WantBatch,
     WantEval,
     Work,
@@ -147,6 +148,8 @@ class Epoch:
                 if self.want_step is None:
                     self.want_step_since_s = now_s
                 self.want_step = step
+            case SetStaleness(max_staleness=bound):
+                self._set_bound(bound)
             case Announcement():
                 self._check_announcement(message)
                 self.newest = message
@@ -155,6 +158,13 @@ class Epoch:
             case _:
                 raise ProtocolError(f"a learner may not send {message.kind!r} to the broker")
         self._learner = peer.sender
+
+    def _set_bound(self, bound: int) -> None:
+        try:
+            self.groups.ledger.set_bound(bound)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        log.info("staleness bound: %d", bound)
 
     def _check_step(self, step: int) -> None:
         version = self.groups.ledger.version
@@ -225,6 +235,7 @@ class Epoch:
         batch = Batch(
             step=self.want_step,
             groups=refs,
+            max_staleness=max(group.promise for group in groups),
             cursor=self.groups.cursor,
             ledger=self.groups.ledger.counts(),
             counters=self._peers.counters(),

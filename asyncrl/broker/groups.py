@@ -55,6 +55,9 @@ class Group:
     version: int
     """What the generator held when the group was handed to it."""
 
+    promise: int
+    """The staleness bound in force at that moment: it is trained no later than version + promise."""
+
     holder: bytes
     holder_name: str
     started_s: float
@@ -121,7 +124,8 @@ class Groups:
             seed = derive_seed(self._settings.seed, group_id, attempt)
             start = GroupStart(group_id=group_id, ordinal=ordinal, attempt=attempt, seed=seed)
             self.ledger.admit(group_id, version)
-            self._open[group_id] = Group(start, version, holder, holder_name, now_s)
+            promise = self.ledger.bound
+            self._open[group_id] = Group(start, version, promise, holder, holder_name, now_s)
             self._journal.admitted(start, version)
             starts.append(start)
         return starts

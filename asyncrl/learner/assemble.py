@@ -11,12 +11,15 @@ from transformers import AutoTokenizer
 from asyncrl.config import RunConfig
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner import checkpoint
+from asyncrl.learner.controller import StalenessController
+from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.inbox import Inbox
 from asyncrl.learner.model import Policy, choose_dtype, shard
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.process import Learner, StartPoint
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.recorder import Recorder
-from asyncrl.learner.step import Optimizer
+from asyncrl.learner.reference import load_reference
 from asyncrl.telemetry.trace import Tracer
 from asyncrl.weights.buffers import choose_transport
 from asyncrl.weights.publisher import Publisher
@@ -122,6 +125,7 @@ def _lead(
                 publisher=publisher,
                 recorder=recorder,
                 tracer=tracer,
+                **_optional_parts(config, ranks, policy, optimizer),
             ).run()
         finally:
             recorder.close()
@@ -155,7 +159,25 @@ def _follow(
         publisher=None,
         recorder=None,
         tracer=Tracer(None, process=f"learner-{ranks.rank}"),
+        **_optional_parts(config, ranks, policy, optimizer),
     ).run()
+
+
+def _optional_parts(
+    config: RunConfig, ranks: Ranks, policy: Policy, optimizer: Optimizer
+) -> dict[str, Any]:
+    """What a run may or may not have, the same on every rank; fields of Learner."""
+    device = next(policy.parameters()).device
+    found: dict[str, Any] = {
+        "reference": load_reference(
+            config, device=device, compute_dtype=policy.compute_dtype, mesh=ranks.mesh
+        )
+    }
+    if config.telemetry.grad_cosine:
+        found["sketch"] = GradientSketch(optimizer.parameters.values())
+    if config.pipeline.adaptive_staleness:
+        found["controller"] = StalenessController(config.pipeline.max_staleness)
+    return found
 
 
 def publication_dtype(config: RunConfig, policy: Policy) -> PublicationDtype:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.algo.advantages import Advantage
 from asyncrl.algo.aggregation import Aggregation
 from asyncrl.errors import StaleRolloutError
 from asyncrl.learner.packing import MicroBatch, Trained, empty_micro_batch, make_rows, pack
-from asyncrl.types import RolloutGroup
+from asyncrl.types import Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,8 @@ def build_step(
         ConfigError: a prompt with one completion is longer than micro_batch_tokens.
     """
     members: _Members = [
-        (group, _members(group, advantage, mask_truncated, version, max_staleness))
-        for group in groups
+        (group, _members(group, advantages, mask_truncated, version, max_staleness))
+        for group, advantages in zip(groups, _advantages(groups, advantage), strict=True)
     ]
     minibatches = tuple(
         _minibatch(
@@ -136,23 +137,30 @@ def split_for_ranks(step: StepBatch, rank: int, world: int) -> StepBatch:
     return replace(step, minibatches=tuple(shares))
 
 
+def _is_judged(rollout: Rollout) -> bool:
+    return rollout.verdict.status == "scored" and rollout.finish_reason != "abort"
+
+
+def _advantages(groups: Sequence[RolloutGroup], advantage: Advantage) -> list[NDArray[np.float64]]:
+    """One array a group; rollouts that were not judged are outside the baseline."""
+    scores = [
+        [r.verdict.score if _is_judged(r) else np.nan for r in group.rollouts] for group in groups
+    ]
+    lengths = [[len(r.completion_tokens) for r in group.rollouts] for group in groups]
+    return advantage(
+        [np.array(values, np.float64) for values in scores],
+        [np.array(values, np.int64) for values in lengths],
+    )
+
+
 def _members(
     group: RolloutGroup,
-    advantage: Advantage,
+    advantages: NDArray[np.float64],
     mask_truncated: bool,
     version: int,
     max_staleness: int,
 ) -> list[Trained]:
     """The rollouts of a group that train, after every token's staleness was checked."""
-    judged = [r.verdict.status == "scored" and r.finish_reason != "abort" for r in group.rollouts]
-    scores = np.array(
-        [
-            rollout.verdict.score if is_judged else np.nan
-            for rollout, is_judged in zip(group.rollouts, judged, strict=True)
-        ],
-        np.float64,
-    )
-    advantages = advantage(scores)
     members = []
     for index, rollout in enumerate(group.rollouts):
         staleness = version - rollout.token_versions
@@ -165,7 +173,7 @@ def _members(
                 f"{version - max_staleness}..{version} (pipeline.max_staleness={max_staleness})"
             )
         is_masked = mask_truncated and rollout.finish_reason == "length"
-        if judged[index] and not is_masked and len(staleness):
+        if _is_judged(rollout) and not is_masked and len(staleness):
             members.append(Trained(rollout, float(advantages[index]), staleness))
     return members
 

@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.model import Policy
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
-from asyncrl.learner.step import Optimizer
 
 FACTS_FILE = "checkpoint.json"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 Awaited = TypeVar("Awaited", m.Batch, m.EvalResults)
 
 _SAY_EVERY_S = 60.0
+_BOUND = struct.Struct("<Q")
+"""The batch's staleness bound, as the frame before its groups on the way to the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,9 @@ class Delivery:
     """The groups of one step; `batch` (ledger, counters, evaluations) is on rank 0 only."""
 
     groups: list[RolloutGroup]
+    max_staleness: int
+    """The largest bound that any of them was admitted under."""
+
     batch: m.Batch | None
 
 
@@ -47,6 +52,11 @@ class Inbox:
         if self._mailbox is not None:
             self._mailbox.send(m.WantBatch(step=step))
 
+    def set_staleness(self, max_staleness: int) -> None:
+        """Groups that are admitted from now on get this bound; returns at once."""
+        if self._mailbox is not None:
+            self._mailbox.send(m.SetStaleness(max_staleness=max_staleness))
+
     def take(self, step: int) -> Delivery:
         """Wait for the batch of `step`, which was asked for.
 
@@ -62,12 +72,13 @@ class Inbox:
             batch, views = self._await(m.Batch, limit_s, f"the batch of step {step}")
             if batch.step != step:
                 raise ProtocolError(f"asked for the batch of step {step}, got step {batch.step}")
-            frames = [bytes(view) for view in views]
+            frames = [_BOUND.pack(batch.max_staleness), *(bytes(view) for view in views)]
         if self._ranks.world > 1:
             frames = _split(self._ranks.broadcast_bytes(_join(frames)))
+        (max_staleness,), frames = _BOUND.unpack(frames[0]), frames[1:]
         starts = range(0, len(frames), NUM_GROUP_FRAMES)
         groups = [decode_group(frames[start : start + NUM_GROUP_FRAMES]) for start in starts]
-        return Delivery(groups, batch)
+        return Delivery(groups, max_staleness, batch)
 
     def await_eval(self, version: int, deadline_s: float) -> list[m.EvalDone]:
         """Ask for and wait for the evaluation of `version`; [] on ranks other than 0."""

@@ -11,17 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.algo import ADVANTAGES, AGGREGATIONS
+from asyncrl.algo import ADVANTAGES, AGGREGATIONS, Advantage
+from asyncrl.algo.advantages import with_overlong_penalty
 from asyncrl.config import RunConfig
-from asyncrl.errors import NonFiniteLossError
+from asyncrl.errors import NonFiniteLossError, ProtocolError
 from asyncrl.learner import checkpoint
 from asyncrl.learner.batch import StepBatch, build_step, split_for_ranks
+from asyncrl.learner.controller import Decision, StalenessController
+from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.inbox import Delivery, Inbox
 from asyncrl.learner.model import Policy
 from asyncrl.learner.objective import Objective
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.recorder import Recorder
-from asyncrl.learner.step import Optimizer, StepResult, train_step
+from asyncrl.learner.step import StepResult, train_step
 from asyncrl.telemetry.trace import Tracer
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import Snapshotter
@@ -55,6 +59,9 @@ class Learner:
     publisher: Publisher | None
     recorder: Recorder | None
     tracer: Tracer
+    reference: Policy | None = None
+    sketch: GradientSketch | None = None
+    controller: StalenessController | None = None
     _num_skipped: int = 0
 
     def run(self) -> None:
@@ -85,8 +92,11 @@ class Learner:
             temperature=self.config.sampling.temperature,
             ranks=self.ranks,
             tracer=self.tracer,
+            reference=self.reference,
+            sketch=self.sketch,
         )
         self._check_finite(step, result)
+        bound = self._adapt(result)
         if step + 1 < self.config.pipeline.num_steps:
             self.inbox.want(step + 1)
         self._publish(step + 1)
@@ -94,15 +104,23 @@ class Learner:
         if self.recorder is not None:
             with self.tracer.span("learner/record"):
                 self.recorder.rollouts(step, delivery)
-            self.recorder.step(delivery, batch=batch, result=result, spans=self.tracer.totals())
+            self.recorder.step(
+                delivery, batch=batch, result=result, bound=bound, spans=self.tracer.totals()
+            )
 
     def _build(self, step: int, delivery: Delivery) -> StepBatch:
         config, algorithm = self.config, self.config.algorithm
+        if delivery.max_staleness > config.pipeline.max_staleness:
+            raise ProtocolError(
+                f"the batch of step {step} was admitted under a staleness bound of "
+                f"{delivery.max_staleness}, above pipeline.max_staleness="
+                f"{config.pipeline.max_staleness}"
+            )
         return build_step(
             delivery.groups,
             version=step,
-            max_staleness=config.pipeline.max_staleness,
-            advantage=ADVANTAGES[algorithm.advantage],
+            max_staleness=delivery.max_staleness,
+            advantage=bind_advantage(config),
             aggregation=partial(
                 AGGREGATIONS[algorithm.aggregation], constant=config.engine.max_completion_tokens
             ),
@@ -112,6 +130,20 @@ class Learner:
             micro_batch_tokens=config.learner.micro_batch_tokens,
             skip_zero_advantage=not algorithm.every_token_pulls,
         )
+
+    def _adapt(self, result: StepResult) -> Decision:
+        """The staleness bound after this step; the same on every rank."""
+        if self.controller is None:
+            return Decision(self.config.pipeline.max_staleness)
+        exp_abs = result.values.get("mismatch/exp_abs")
+        decision = self.controller.observe(
+            divergence=None if exp_abs is None else exp_abs - 1.0,
+            ess=result.values.get("mismatch/ess"),
+        )
+        if decision.change:
+            log.info("the staleness bound is %d from here on", decision.bound)
+            self.inbox.set_staleness(decision.bound)
+        return decision
 
     def _check_finite(self, step: int, result: StepResult) -> None:
         if result.skipped:
@@ -154,3 +186,15 @@ class Learner:
                 num_kept=self.config.checkpoint.num_kept,
                 ranks=self.ranks,
             )
+
+
+def bind_advantage(config: RunConfig) -> Advantage:
+    """The configured advantage, of scores that were shaped as configured."""
+    advantage = ADVANTAGES[config.algorithm.advantage]
+    if config.algorithm.overlong_buffer_tokens == 0:
+        return advantage
+    return with_overlong_penalty(
+        advantage,
+        max_completion_tokens=config.engine.max_completion_tokens,
+        buffer_tokens=config.algorithm.overlong_buffer_tokens,
+    )

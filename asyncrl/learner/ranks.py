@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -55,11 +57,17 @@ class Ranks:
 
     def all_reduce_sums(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Add scalars over all ranks, in float64; every rank passes the same names."""
-        return self._reduce(sums, dist.ReduceOp.SUM)
+        return self._scalars(sums, dist.ReduceOp.SUM)
+
+    def all_reduce_tables(self, tables: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:
+        """Add tensors of any shape over all ranks, in float64; every rank passes the same."""
+        names = sorted(tables)
+        flat = self._reduce({n: tables[n].detach().double().flatten() for n in names})
+        return {n: flat[n].numpy().reshape(tables[n].shape) for n in names}
 
     def all_reduce_maxima(self, maxima: Mapping[str, Tensor]) -> dict[str, float]:
         """Largest of each scalar over all ranks."""
-        return self._reduce(maxima, dist.ReduceOp.MAX)
+        return self._scalars(maxima, dist.ReduceOp.MAX)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
@@ -84,18 +92,27 @@ class Ranks:
         if self.world > 1:
             dist.destroy_process_group()
 
-    def _reduce(
+    def _scalars(
         self, values: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType
     ) -> dict[str, float]:
-        if not values:
+        parts = self._reduce({name: value[None] for name, value in values.items()}, op)
+        return {name: float(part) for name, part in parts.items()}
+
+    def _reduce(
+        self,
+        parts: Mapping[str, Tensor],
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> dict[str, Tensor]:
+        """Vectors, packed: one transfer from the device and one collective for all of them."""
+        if not parts:
             return {}
-        names = sorted(values)
-        # One transfer from the device for all of them.
-        packed = torch.stack([values[name].detach().double() for name in names]).cpu()
+        names = sorted(parts)
+        packed = torch.cat([parts[name].detach().double() for name in names]).cpu()
         if self.world > 1:
             with _deadline("all-reduce"):
                 dist.all_reduce(packed, op=op)
-        return dict(zip(names, packed.tolist(), strict=True))
+        sizes = [len(parts[name]) for name in names]
+        return dict(zip(names, packed.split(sizes), strict=True))
 
 
 def _present(data: bytes | None) -> bytes:

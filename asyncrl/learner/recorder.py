@@ -1,17 +1,24 @@
 """Writes the run folder: metrics.jsonl, evals.jsonl, rollouts.jsonl, and W&B if asked. Rank 0 only."""
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import RunConfig
+from asyncrl.errors import AlertError
 from asyncrl.learner import records
 from asyncrl.learner.batch import StepBatch
+from asyncrl.learner.controller import Decision
 from asyncrl.learner.inbox import Delivery
 from asyncrl.learner.step import StepResult
+from asyncrl.telemetry.alerts import Trends, Watch
 from asyncrl.telemetry.metrics import resolve
 from asyncrl.telemetry.sinks import JsonlSink, Sink, WandbSink
 from asyncrl.wire.messages import Batch, EvalDone
+
+log = logging.getLogger(__name__)
 
 _TIMED = (
     "wait_batch", "build", "forward", "backward", "optimizer", "snapshot", "checkpoint", "record",
@@ -41,6 +48,9 @@ class Recorder:
         self._start_s = self._last_s = time.monotonic()
         self._last_spans: dict[str, float] = {}
         self._last_counters: dict[str, float] = {}
+        self._trends = Trends()
+        self._alerts = config.telemetry.alerts
+        self._watch = Watch() if self._alerts != "off" else Watch(())
 
     def rollouts(self, step: int, delivery: Delivery) -> None:
         """One line for every rollout of the step's batch."""
@@ -59,27 +69,46 @@ class Recorder:
         *,
         batch: StepBatch,
         result: StepResult,
+        bound: Decision,
         spans: dict[str, float],
     ) -> None:
-        """One record of the step that trained `batch.version`; `spans` are the tracer's totals."""
+        """One record of the step that trained `batch.version`; `spans` are the tracer's totals.
+
+        Raises:
+            AlertError: an alert began and telemetry.alerts is "stop".
+        """
         now_s = time.monotonic()
         step_s = max(now_s - self._last_s, 1e-9)
         self._last_s = now_s
         sums = batch.sums | records.batch_sums(delivery.groups) | result.sums | result.values
+        sums |= self._trends.step(result.values)
+        sums["staleness/bound"] = float(bound.bound)
+        sums["staleness/engine_mismatch"] = float(bound.engine_mismatch)
         sums["rate/trained_tokens_per_s"] = batch.num_tokens / step_s
         sums |= self._times(spans, step_s)
         if delivery.batch is not None:
             sums |= self._broker_values(delivery.batch, step_s)
-        record: dict[str, float | str] = {
+        record: dict[str, Any] = {
             "step": batch.version,
             "version": batch.version + 1,
             "time_s": round(now_s - self._start_s, 3),
         }
-        record |= resolve(sums, batch.counts | {"measured": result.num_measured})
+        record |= resolve(sums, batch.counts | result.counts)
         if result.skipped:
             record["skipped"] = result.skipped
+        on, began = self._watch.step(record)
+        record["alerts"] = [alert.name for alert in on]
+        if began:
+            record["new_alerts"] = [alert.describe(record[alert.metric]) for alert in began]
         for sink in self._sinks:
             sink.write(record)
+        self._raise_or_warn(batch.version, record.get("new_alerts", []))
+
+    def _raise_or_warn(self, step: int, texts: Sequence[str]) -> None:
+        for text in texts:
+            log.warning("step %d: %s", step, text)
+        if texts and self._alerts == "stop":
+            raise AlertError(f'step {step}, telemetry.alerts="stop": {"; ".join(texts)}')
 
     def _broker_values(self, batch: Batch, step_s: float) -> dict[str, float]:
         """Ledger, generators' rates and the newest evaluation, as the Batch brought them."""

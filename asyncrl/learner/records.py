@@ -24,6 +24,7 @@ def batch_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "groups/frac_solved": float(
             sum(bool(s) and best > 0 and min(s) >= best for s in group_scores)
         ),
+        "groups/frac_zero_signal": float(sum(bool(s) and max(s) == min(s) for s in group_scores)),
         "rollouts/unscored_frac": float(len(rollouts) - len(scores)),
         "tokens/completion_mean": float(sum(len(r.completion_tokens) for r in rollouts)),
         "tokens/truncated_frac": float(sum(r.finish_reason == "length" for r in rollouts)),

@@ -11,9 +11,7 @@ moments bit for bit as they were when
 | N = 0: no rollout of the minibatch trains                      | "no tokens"                       |
 | every advantage is 0, and the objective needs one              | "no signal"                       |
 | the loss or the gradient is not finite                         | "not finite"                      |
-
-AdamW: arXiv:1711.05101. Its rate is constant after a linear warm-up, and a function of the version
-alone, so that a resumed run continues the same schedule.
+| the correction rejected every token, and the objective needs one | "all rejected"                  |
 """
 
 import math
@@ -22,78 +20,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from asyncrl.algo import TokenBatch
-from asyncrl.algo.diagnostics import mismatch_means, mismatch_sums
 from asyncrl.learner.batch import Minibatch, StepBatch
+from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.model import Policy
 from asyncrl.learner.objective import Objective
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.packing import MicroBatch
 from asyncrl.learner.ranks import Ranks
+from asyncrl.learner.totals import Measured, Totals
 from asyncrl.telemetry.trace import Tracer
 
-
-class Optimizer:
-    """AdamW over a policy's parameters; matrices decay, vectors (norms, biases) do not."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        learning_rate: float,
-        weight_decay: float,
-        beta1: float,
-        beta2: float,
-        max_grad_norm: float,
-        num_warmup_steps: int,
-    ) -> None:
-        """Call after the policy was sharded and moved to its device."""
-        self.parameters = dict(policy.named_weights())
-        """By the model's own name; tied ones once."""
-
-        self._learning_rate = learning_rate
-        self._num_warmup_steps = num_warmup_steps
-        self._max_grad_norm = max_grad_norm
-        parameters = list(self.parameters.values())
-        self.adam = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=learning_rate,
-            betas=(beta1, beta2),
-            fused=True,
-        )
-
-    def learning_rate(self, version: int) -> float:
-        """Rate of the step that trains `version`; a warm-up of n steps begins with 1/n of it."""
-        if self._num_warmup_steps == 0:
-            return self._learning_rate
-        return self._learning_rate * min(1.0, (version + 1) / self._num_warmup_steps)
-
-    def grad_norm(self) -> Tensor:
-        """Euclidean norm of the whole gradient, over all ranks; a scalar on the device."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def step(self, version: int, grad_norm: Tensor) -> None:
-        """Scale the gradient down to max_grad_norm if it is longer, and update."""
-        for group in self.adam.param_groups:
-            group["lr"] = self.learning_rate(version)
-        nn.utils.clip_grads_with_norm_(
-            self.parameters.values(), self._max_grad_norm, grad_norm, foreach=None
-        )
-        self.adam.step()
-
-    def clear(self) -> None:
-        """Drop the gradient."""
-        self.adam.zero_grad(set_to_none=True)
-
-
-Skipped = Literal["", "no tokens", "no signal", "not finite"]
+Skipped = Literal["", "no tokens", "no signal", "not finite", "all rejected"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +55,21 @@ class StepResult:
     num_nonfinite: int
     """Updates whose loss or gradient was not finite."""
 
+    @property
+    def counts(self) -> dict[str, float]:
+        """What those sums are divided by, beside the batch's own counts: "measured", "sequence"."""
+        num_sequences = self.sums.get("correction/sequences", 0.0)
+        return {"measured": self.num_measured, "sequence": num_sequences}
+
 
 @dataclass(frozen=True, slots=True)
 class _Update:
     """What one update did; the same on every rank."""
 
-    sums: dict[str, float]
-    largest_mismatch: float
+    measured: Measured
     grad_norm: float
-    is_finite: bool
+    grad_cosine: float | None
+    skipped: Skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +77,35 @@ class _Scorer:
     """Micro-batches under the policy."""
 
     policy: Policy
+    reference: Policy | None
     temperature: float
     objective: Objective
     device: torch.device
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """[T] log-probs and entropies, the latter differentiable only if that is of use."""
-        logprobs, entropy = self.policy(
+        return self._score(
+            self.policy, micro_batch, entropy_gradient=self.objective.entropy_bonus > 0
+        )
+
+    @torch.no_grad()
+    def reference_logprobs(self, micro_batch: MicroBatch) -> Tensor | None:
+        """[T] under the reference policy; None without one."""
+        if self.reference is None:
+            return None
+        return self._score(self.reference, micro_batch, entropy_gradient=False)[0]
+
+    def _score(
+        self, policy: Policy, micro_batch: MicroBatch, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = policy(
             self._tensor(micro_batch.tokens, torch.int64),
             self._tensor(micro_batch.position_ids, torch.int64),
             None if micro_batch.is_causal else self._tensor(micro_batch.segments, torch.int64),
             self._tensor(micro_batch.predictor_index, torch.int64),
             self._tensor(micro_batch.targets, torch.int64),
             self.temperature,
-            entropy_gradient=self.objective.entropy_bonus > 0,
+            entropy_gradient=entropy_gradient,
         )
         return logprobs, entropy
 
@@ -161,6 +122,7 @@ class _Scorer:
             sequence=self._tensor(micro_batch.sequence, torch.int64),
             behaviour_weights=torch.ones_like(logprobs, requires_grad=False),
             scale=self._tensor(micro_batch.scale, torch.float32),
+            reference_logprobs=self.reference_logprobs(micro_batch),
         )
         return tokens, entropy
 
@@ -177,6 +139,9 @@ def train_step(
     temperature: float,
     ranks: Ranks,
     tracer: Tracer,
+    reference: Policy | None = None,
+    diagnose: bool = True,
+    sketch: GradientSketch | None = None,
 ) -> StepResult:
     """Train on this rank's share of the step (batch.split_for_ranks); every rank must call it.
 
@@ -188,22 +153,26 @@ def train_step(
         temperature: of the sampling, applied to the learner's logits as well.
         ranks: this process among the learner's.
         tracer: gets the spans learner/forward, learner/backward and learner/optimizer.
+        reference: the frozen policy of the objective's KL term.
+        diagnose: measure the mismatch by staleness (algo/diagnostics.py).
+        sketch: compares each gradient with the one before it.
     """
     minibatches = [m for m in batch.minibatches if _has_gradient(m, objective)]
     if not minibatches:
         return _unmeasured("no signal" if batch.num_tokens else "no tokens")
-    scorer = _Scorer(policy, temperature, objective, next(policy.parameters()).device)
+    device = next(policy.parameters()).device
+    scorer = _Scorer(policy, reference, temperature, objective, device)
     with tracer.span("learner/forward"):
         # Before the first update changes what "the start of the step" means.
         anchors = [_recomputed(scorer, minibatch) for minibatch in minibatches]
     updates = []
     for minibatch, proximal in zip(minibatches, anchors, strict=True):
         optimizer.clear()
-        totals, largest = _accumulate(
-            scorer, minibatch, proximal, batch.max_staleness, ranks.world, tracer
-        )
+        totals = Totals(batch.max_staleness if diagnose else None, scorer.device)
+        _accumulate(scorer, minibatch, proximal, totals, ranks.world, tracer)
         with tracer.span("learner/optimizer"):
-            updates.append(_apply(optimizer, batch.version, totals, largest, ranks))
+            measured = totals.reduce(ranks)
+            updates.append(_apply(optimizer, batch.version, measured, objective, ranks, sketch))
     return _result(updates, optimizer.learning_rate(batch.version))
 
 
@@ -223,67 +192,73 @@ def _accumulate(
     scorer: _Scorer,
     minibatch: Minibatch,
     proximal: Sequence[Tensor | None],
-    max_staleness: int,
+    totals: Totals,
     world: int,
     tracer: Tracer,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Add up this rank's gradient; returns its sums and largest mismatch, still on the device."""
-    objective, device = scorer.objective, scorer.device
-    totals: dict[str, Tensor] = {}
-    largest = torch.zeros((), device=device)
+) -> None:
+    """Add up this rank's gradient, and into `totals` what was measured on the way."""
+    objective = scorer.objective
     for micro_batch, recomputed in zip(minibatch.micro_batches, proximal, strict=True):
         with tracer.span("learner/forward"):
             tokens, entropy = scorer.tokens(micro_batch, recomputed)
-            value, sums = objective(
+            value, sums, weights = objective(
                 objective.anchor(tokens), entropy, num_tokens=minibatch.num_tokens
             )
             # Of a policy that was really computed: `tokens` is not anchored.
-            mismatch, magnitude = mismatch_sums(tokens, max_staleness=max_staleness)
+            totals.add(tokens, sums | {"tokens": tokens.completion_mask.sum()}, weights)
         with tracer.span("learner/backward"):
             (value * world).backward()
-        sums = sums | mismatch | {"tokens": tokens.completion_mask.sum()}
-        for name, amount in sums.items():
-            totals[name] = totals.get(name, torch.zeros((), device=device)) + amount.double()
-        largest = torch.maximum(largest, magnitude)
-    return totals, largest
 
 
 def _apply(
-    optimizer: Optimizer, version: int, totals: dict[str, Tensor], largest: Tensor, ranks: Ranks
+    optimizer: Optimizer,
+    version: int,
+    measured: Measured,
+    objective: Objective,
+    ranks: Ranks,
+    sketch: GradientSketch | None,
 ) -> _Update:
-    """Update the policy if loss and gradient are finite; drop the gradient either way."""
-    sums = ranks.all_reduce_sums(totals)
-    maxima = ranks.all_reduce_maxima({"mismatch/max": largest})
+    """Update the policy if there is something finite to update with; drop the gradient either way."""
     norm = optimizer.grad_norm()
-    # The same on every rank, since both numbers are: all step or none does.
-    is_finite = math.isfinite(sums["loss/policy"]) and math.isfinite(float(norm))
-    if is_finite:
+    # The same on every rank, since all these numbers are: all step or none does.
+    skipped: Skipped = ""
+    if not (math.isfinite(measured.sums["loss/policy"]) and math.isfinite(float(norm))):
+        skipped = "not finite"
+    elif measured.sums["correction/weight"] == 0 and not objective.rejected_tokens_pull:
+        # Not an update by 0: Adam's momentum would move the weights all the same.
+        skipped = "all rejected"
+    cosine = None
+    if not skipped:
+        cosine = sketch.cosine(ranks) if sketch is not None else None
         optimizer.step(version, norm)
     optimizer.clear()
-    return _Update(sums, maxima["mismatch/max"], float(norm), is_finite)
+    return _Update(measured, float(norm), cosine, skipped)
 
 
 def _result(updates: Sequence[_Update], learning_rate: float) -> StepResult:
     """The updates of a step, added up."""
-    names = updates[0].sums
-    sums = {name: sum(update.sums[name] for update in updates) for name in names}
-    num_updates = sum(update.is_finite for update in updates)
+    measured = Measured.total([update.measured for update in updates])
+    sums = dict(measured.sums)
+    num_updates = sum(not update.skipped for update in updates)
+    num_nonfinite = sum(update.skipped == "not finite" for update in updates)
     num_measured = sums.pop("tokens")
     values = {
         "policy/entropy": sums.pop("policy/entropy") / num_measured,
-        **mismatch_means({n: sums.pop(n) for n in list(sums) if "@" in n}),
-        "mismatch/max": max(update.largest_mismatch for update in updates),
+        **measured.mismatch(),
         "optimizer/grad_norm": max(update.grad_norm for update in updates),
         "optimizer/learning_rate": learning_rate,
         "optimizer/skipped": float(num_updates == 0),
         "optimizer/updates": float(num_updates),
     }
+    cosines = [update.grad_cosine for update in updates if update.grad_cosine is not None]
+    if cosines:
+        values["optimizer/grad_cosine"] = cosines[-1]
     return StepResult(
-        skipped="" if num_updates else "not finite",
+        skipped="" if num_updates else updates[-1].skipped,
         sums={name: value for name, value in sums.items() if math.isfinite(value)},
         values={name: value for name, value in values.items() if math.isfinite(value)},
         num_measured=num_measured,
-        num_nonfinite=len(updates) - num_updates,
+        num_nonfinite=num_nonfinite,
     )
 
 

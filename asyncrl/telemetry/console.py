@@ -32,7 +32,9 @@ class Follower:
 
 
 def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) -> str:
-    """One step: reward, staleness, both sides' rates and busy shares, where the learner's time went."""
+    """One step: reward, staleness, both sides' rates and busy shares, where the learner's time went;
+    below it, what began to deserve attention.
+    """
 
     def number(name: str, form: str = ".2f") -> str:
         return format(record[name], form) if name in record else "-"
@@ -43,14 +45,17 @@ def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) 
         for phase in _PHASES
         if step_s > 0 and record.get(f"time/{phase}_s", 0.0) / step_s >= 0.01
     ]
+    bound = record.get("staleness/bound", max_staleness)
+    limit = f"{max_staleness}" if bound == max_staleness else f"{max_staleness}, bound {bound:.0f}"
     skipped = "  SKIPPED" if record.get("optimizer/skipped") else ""
+    alerts = "".join(f"\n  ALERT {text}" for text in record.get("new_alerts", ()))
     return (
         f"step {record['step'] + 1:>3}/{num_steps}  reward {number('reward/mean')}  "
         f"staleness {number('staleness/mean')} (max {number('staleness/max', '.0f')} of "
-        f"{max_staleness})  generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
+        f"{limit})  generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
         f"{number('generator/busy_frac', '.0%')} busy  train "
         f"{number('rate/trained_tokens_per_s', '.0f')} tok/s {number('learner/busy_frac', '.0%')} "
-        f"busy  [{step_s:.1f} s: {', '.join(shares)}]{skipped}"
+        f"busy  [{step_s:.1f} s: {', '.join(shares)}]{skipped}{alerts}"
     )
 
 

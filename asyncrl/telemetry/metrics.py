@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Reduction = Literal["token", "measured", "rollout", "scored", "group", "value"]
-"""What a sum is divided by: trained tokens (N), tokens that went through the forward pass, rollouts,
-scored rollouts, groups; or nothing."""
+Reduction = Literal["token", "measured", "sequence", "rollout", "scored", "group", "value"]
+"""What a sum is divided by: trained tokens (N), tokens and completions that went through the forward
+pass, rollouts, scored rollouts, groups; or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ METRICS: dict[str, Metric] = {
     "reward/mean": Metric("score", "scored", "mean score of the batch"),
     "reward/std": Metric("score", "value", "standard deviation of the scores over the batch"),
     "groups/frac_mixed": Metric("1", "group", "groups whose scores differ: the ones that teach"),
+    "groups/frac_zero_signal": Metric("1", "group", "groups whose scores are all equal"),
     "groups/frac_solved": Metric("1", "group", "groups with every score at the batch's maximum"),
     "rollouts/unscored_frac": Metric("1", "rollout", "rollouts without a score (timeout, error)"),
     "tokens/trained": Metric("tokens", "value", "N: completion tokens that count in the loss"),
@@ -37,15 +38,33 @@ METRICS: dict[str, Metric] = {
     "staleness/mean": Metric("versions", "token", "staleness of the trained tokens"),
     "staleness/max": Metric("versions", "value", "staleness of the oldest trained token; <= k"),
     "staleness/tokens": Metric("tokens", "value", "trained tokens of staleness d"),
+    "staleness/bound": Metric("versions", "value", "staleness bound for new groups; <= k"),
+    "staleness/engine_mismatch": Metric("1", "value", "1: the lowest bound still diverges"),
+    "staleness/span": Metric("versions", "value", "versions within one completion, minus 1, mean"),
     "staleness/queued_s": Metric("s", "group", "seconds a group waited in the queue"),
     "loss/policy": Metric("nats", "token", "policy loss"),
+    "kl/loss": Metric("nats", "token", "KL term of the loss, coefficient included"),
+    "kl/k1": Metric("nats", "measured", "KL(pi, reference) by k1, weighted with min(10, pi / mu)"),
+    "kl/k3": Metric("nats", "measured", "the same by k3: never negative, low variance"),
     "ratio/clipped_high": Metric("1", "measured", "tokens clipped above (A > 0)"),
     "ratio/clipped_low": Metric("1", "measured", "tokens clipped below (A < 0)"),
     "ratio/dual_clipped": Metric("1", "measured", "tokens whose loss the dual clip bounds (A < 0)"),
     "ratio/masked": Metric("1", "measured", "tokens that the loss silenced"),
     "ratio/clamped": Metric("tokens", "value", "log-ratios of the loss beyond +-20, clamped"),
     "correction/weight": Metric("1", "measured", "behaviour weight"),
-    "correction/truncated": Metric("1", "measured", "tokens whose weight was truncated"),
+    "correction/truncated": Metric("1", "measured", "tokens whose weight was cut down to the cap"),
+    "correction/raised": Metric("1", "measured", "tokens whose weight was raised to the floor"),
+    "correction/masked_low": Metric("1", "measured", "tokens whose ratio lies below the mask"),
+    "correction/masked_high": Metric("1", "measured", "tokens whose ratio lies above the mask"),
+    "correction/dropped": Metric("1", "measured", "tokens of weight 0, for whatever reason"),
+    "correction/ess": Metric("1", "value", "effective share of the tokens under the final weights"),
+    "correction/weight_p1": Metric("1", "value", "1 % quantile of the final weights"),
+    "correction/weight_p50": Metric("1", "value", "median of the final weights"),
+    "correction/weight_p99": Metric("1", "value", "99 % quantile of the final weights"),
+    "correction/sequences": Metric("completions", "value", "completions that were corrected"),
+    "correction/rejected_sequences": Metric("1", "sequence", "completions rejected by a statistic"),
+    "correction/vetoed_sequences": Metric("1", "sequence", "completions with an absurd ratio"),
+    "correction/opsm_sequences": Metric("1", "sequence", "negative completions dropped by OPSM"),
     "mismatch/tokens": Metric("tokens", "value", "tokens the mismatch was measured on"),
     "mismatch/nonfinite": Metric("tokens", "value", "behaviour log-probs that were not finite"),
     "mismatch/clamped": Metric("tokens", "value", "log pi_prox / mu beyond +-20, clamped"),
@@ -55,10 +74,23 @@ METRICS: dict[str, Metric] = {
     "mismatch/exp_abs": Metric("1", "value", "mean exp |log pi - log mu|"),
     "mismatch/max": Metric("nats", "value", "largest |log pi - log mu|"),
     "mismatch/ess": Metric("1", "value", "effective sample size, share of tokens"),
+    "mismatch/chi2": Metric("1", "value", "mean of (pi / mu)^2, minus 1"),
+    "mismatch/abs_p99": Metric("nats", "value", "99 % quantile of |log pi - log mu|"),
+    "mismatch/ratio_p1": Metric("1", "value", "1 % quantile of pi / mu"),
+    "mismatch/ratio_p50": Metric("1", "value", "median of pi / mu"),
+    "mismatch/ratio_p99": Metric("1", "value", "99 % quantile of pi / mu"),
+    "mismatch/ppl_gap": Metric("nats", "value", "completions' mean of log mu - log pi a token"),
+    "mismatch/ppl_ratio": Metric("1", "value", "perplexity of completions, learner's over mu's"),
+    "mismatch/sequence_chi2": Metric("1", "value", "chi2 of whole completions' ratios"),
+    "mismatch/sequence_ess": Metric("1", "value", "effective share of the completions"),
+    "drift/k3": Metric("nats", "value", "mismatch/k3 of stale tokens minus that at staleness 0"),
     "policy/entropy": Metric("nats", "value", "entropy of the policy at the measured tokens"),
+    "policy/entropy_ratio": Metric("1", "value", "entropy over that of five steps before"),
     "optimizer/grad_norm": Metric(
         "1", "value", "gradient norm before clipping, the largest of the step"
     ),
+    "optimizer/grad_norm_ratio": Metric("1", "value", "gradient norm over the median of 50 steps"),
+    "optimizer/grad_cosine": Metric("1", "value", "cosine of this gradient and the last, sampled"),
     "optimizer/learning_rate": Metric("1", "value", "learning rate of the step"),
     "optimizer/skipped": Metric("1", "value", "1 if the step changed no weight"),
     "optimizer/updates": Metric("updates", "value", "optimizer updates of the step"),

@@ -68,8 +68,9 @@ class WandbSink:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Queue `record`; a full queue drops it, counts it, and training goes on."""
+        row = {k: ", ".join(v) if isinstance(v, list) else v for k, v in record.items()}
         try:
-            self._rows.put_nowait(dict(record))
+            self._rows.put_nowait(row)
         except queue.Full:
             self.num_dropped += 1
 

@@ -10,6 +10,7 @@
 | EvalDone(version, ...)          | - (handed to the learner with its next Batch or EvalResults)        |
 | Counters(values)                | - (running totals of a generator, summed for the learner)           |
 | WantBatch(step)                 | broker: Batch + payload frames, once step's groups are finished     |
+| SetStaleness(max_staleness)     | - (from the learner: the bound for groups admitted from now on)     |
 | Announcement(epoch, version..)  | - (from the learner: a version is published)                        |
 | WantEval(version)               | broker: EvalResults once the evaluation of `version` is done        |
 | Beat                            | broker: Beat (to a generator Announcement/Evaluate/Stop overtake)   |
@@ -25,7 +26,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 Role = Literal["generator", "learner"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -195,6 +196,17 @@ class WantBatch(_Message):
     step: Count
 
 
+class SetStaleness(_Message):
+    """The learner sets the staleness bound under which groups are admitted from now on.
+
+    Between 0 and the configured pipeline.max_staleness; groups that are open keep the bound they were
+    admitted under. A learner that joins starts at the configured one.
+    """
+
+    kind: Literal["set_staleness"] = "set_staleness"
+    max_staleness: Count
+
+
 class LedgerCounts(_Message):
     """admitted = trained + dropped_stale + dropped_filtered + failed + queued + in_flight."""
 
@@ -223,6 +235,9 @@ class Batch(_Message):
     kind: Literal["batch"] = "batch"
     step: Count
     groups: list[GroupRef]
+    max_staleness: Count
+    """The largest bound that was in force when any of its groups was admitted; no token is older."""
+
     cursor: Count
     """Ordinal of the first prompt that is not trained once this batch is."""
 
@@ -299,8 +314,8 @@ class Gone(_Message):
 
 Message = (
     Hello | Welcome | Refuse | Beat | Bye | Stop | WantWork | Work | GroupDone | GroupFailed
-    | Evaluate | EvalDone | Counters | WantBatch | Batch | Announcement | WantEval | EvalResults
-    | WantManifest | Manifest | WantChunk | Chunk | Gone
+    | Evaluate | EvalDone | Counters | WantBatch | SetStaleness | Batch | Announcement | WantEval
+    | EvalResults | WantManifest | Manifest | WantChunk | Chunk | Gone
 )  # fmt: skip
 
 MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])

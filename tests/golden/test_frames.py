@@ -63,10 +63,12 @@ EXAMPLES: list[tuple[m.Message, list[bytes]]] = [
     (EVAL_DONE, []),
     (m.Counters(values={"engine/decode_s": 12.5, "tokens": 4096.0}), []),
     (m.WantBatch(step=7), []),
+    (m.SetStaleness(max_staleness=2), []),
     (
         m.Batch(
             step=7,
             groups=[m.GroupRef(group_id=300, generator="g-ü", num_frames=2, queued_s=0.25)],
+            max_staleness=3,
             cursor=301,
             ledger=LEDGER,
             counters={"tokens": 4096.0},

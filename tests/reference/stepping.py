@@ -10,8 +10,9 @@ from asyncrl.config_algorithm import AlgorithmConfig
 from asyncrl.learner.batch import build_step
 from asyncrl.learner.model import Policy
 from asyncrl.learner.objective import Objective
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
-from asyncrl.learner.step import Optimizer, train_step
+from asyncrl.learner.step import train_step
 from asyncrl.telemetry.trace import Tracer
 
 OBJECTIVE = Objective.of(AlgorithmConfig())
@@ -71,7 +72,7 @@ def pack(groups, **changes):
     return build_step(groups, **(arguments | changes))
 
 
-def run_step(policy, optimizer, step, *, objective=OBJECTIVE, ranks=ALONE, tracer=None):
+def run_step(policy, optimizer, step, *, objective=OBJECTIVE, ranks=ALONE, tracer=None, **more):
     return train_step(
         policy,
         optimizer,
@@ -80,6 +81,7 @@ def run_step(policy, optimizer, step, *, objective=OBJECTIVE, ranks=ALONE, trace
         temperature=1.0,
         ranks=ranks,
         tracer=tracer or Tracer(None, process="test"),
+        **more,
     )
 
 

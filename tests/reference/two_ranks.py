@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from asyncrl.errors import PeerLostError
 from asyncrl.learner.batch import StepBatch, split_for_ranks
 from asyncrl.learner.checkpoint import CheckpointFacts, latest, load_optimizer, save
+from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.model import Policy, shard
 from asyncrl.learner.objective import Objective
+from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
-from asyncrl.learner.step import Optimizer, StepResult
+from asyncrl.learner.step import StepResult
 from tests.reference.groups import group, random_groups, rollout
 from tests.reference.stepping import (
     aggregation,
@@ -57,7 +59,8 @@ def decaying(policy: Policy) -> Optimizer:
 
 def train(policy: Policy, optimizer: Optimizer, ranks: Ranks) -> list[StepResult]:
     shares = [split_for_ranks(step, ranks.rank, ranks.world) for step in steps()]
-    return [run_step(policy, optimizer, share, ranks=ranks) for share in shares]
+    sketch = GradientSketch(optimizer.parameters.values())
+    return [run_step(policy, optimizer, share, ranks=ranks, sketch=sketch) for share in shares]
 
 
 GSPO = {"clip_low": 0.1, "clip_high": 0.1}

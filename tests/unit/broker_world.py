@@ -47,6 +47,8 @@ class World:
         self.num_deaths = num_deaths
         self.num_restarts = num_restarts
         self.started: dict[int, tuple[int, int, str]] = {}  # id -> (epoch, version, holder)
+        self.bound = config.max_staleness  # as the learner set it last
+        self.promised: dict[int, int] = {}  # id -> the bound when the broker gave it out
         self.ordinals: dict[int, int] = {}
         self.attempts: dict[int, int] = {}
         self.history: list[m.Batch] = []  # of the surviving history: one a step
@@ -66,6 +68,8 @@ class World:
             if receiver == self.learner_name:
                 self.learner_inbox.append((message, list(frames)))
                 continue
+            if isinstance(message, m.Work):
+                self.promised |= {start.group_id: self.bound for start in message.starts}
             gen = next(g for g in self.gens if g.sender == receiver)
             if not gen.is_gone and not isinstance(message, m.Beat):
                 gen.inbox.append(message)
@@ -181,6 +185,7 @@ class World:
         self.evaluated = []
         self.learner_is_busy = False
         self.next_ask_is_due = True
+        self.bound = self.config.max_staleness
         hello = self.hello(
             "learner",
             self.learner_name.decode(),
@@ -202,7 +207,13 @@ class World:
         )
         self.say(self.learner_name, announcement)
 
+    def move_the_bound(self):
+        self.bound = self.rng.randint(0, self.config.max_staleness)
+        self.say(self.learner_name, m.SetStaleness(max_staleness=self.bound))
+
     def learner_turn(self):
+        if self.config.max_staleness and self.rng.random() < 0.1:
+            self.move_the_bound()
         if self.learner_is_busy and self.rng.random() < 0.5:
             self.learner_is_busy = False
             self.publish()
@@ -237,9 +248,11 @@ class World:
         step, k = len(self.history), self.config.max_staleness
         assert batch.step == step
         assert len(batch.groups) == self.config.groups_per_step
+        promises = [self.promised[ref.group_id] for ref in batch.groups]
+        assert batch.max_staleness == max(promises) <= k
         for ref in batch.groups:
             epoch, version, holder = self.started[ref.group_id]
-            assert 0 <= step - version <= k
+            assert 0 <= step - version <= self.promised[ref.group_id]
             assert epoch == self.epoch or version == 0
             assert ref.generator == holder
             assert frames[: ref.num_frames] == [f"{holder}/{ref.group_id}".encode(), b"tokens"]

@@ -22,19 +22,22 @@ class Reference:
 
     def __init__(self, groups_per_step: int, max_staleness: int, version: int) -> None:
         self.size, self.k, self.version = groups_per_step, max_staleness, version
+        self.bound = max_staleness
         self.num_charged = version * groups_per_step  # admitted - dropped, literally
         self.survivors: list[int] = []
         self.running: list[int] = []
         self.started_at: dict[int, int] = {}
+        self.promised: dict[int, int] = {}  # the bound in force at the start
 
     def room(self, version: int) -> int:
-        return max(0, (version + self.k + 1) * self.size - self.num_charged)
+        return max(0, (version + self.bound + 1) * self.size - self.num_charged)
 
     def start(self, group_id: int, version: int) -> None:
         self.num_charged += 1
         self.survivors.append(group_id)
         self.running.append(group_id)
         self.started_at[group_id] = version
+        self.promised[group_id] = self.bound
 
     def drop(self, group_id: int) -> None:
         self.num_charged -= 1
@@ -47,7 +50,8 @@ class Reference:
         first = self.survivors[: self.size]
         if len(first) < self.size or self.missing():
             return None
-        assert all(0 <= self.version - self.started_at[g] <= self.k for g in first)
+        for g in first:
+            assert 0 <= self.version - self.started_at[g] <= self.promised[g] <= self.k
         del self.survivors[: self.size]
         self.version += 1
         return first
@@ -61,10 +65,11 @@ class Reference:
     first_version=st.integers(0, 7),
     seed=st.integers(0, 2**32),
 )
-def test_every_group_is_trained_within_k_versions_and_nothing_stalls(
+def test_every_group_is_trained_within_its_promised_bound_and_nothing_stalls(
     groups_per_step, max_staleness, num_generators, first_version, seed
 ):
-    """Generators adopt late and unevenly, groups finish in any order, some are dropped."""
+    """Generators adopt late and unevenly, groups finish in any order, some are dropped, and the bound
+    moves at any moment."""
     rng = random.Random(seed)
     ledger = Admission(
         groups_per_step=groups_per_step, max_staleness=max_staleness, version=first_version
@@ -72,8 +77,12 @@ def test_every_group_is_trained_within_k_versions_and_nothing_stalls(
     slow = Reference(groups_per_step, max_staleness, first_version)
     held = [first_version] * num_generators
     for group_id in range(5000):
-        event = rng.choice(["start", "start", "finish", "finish", "drop", "adopt", "take"])
-        if event == "start":
+        event = rng.choice(["start", "start", "finish", "finish", "drop", "adopt", "take", "bound"])
+        if event == "bound":
+            slow.bound = rng.randint(0, max_staleness)
+            ledger.set_bound(slow.bound)
+            assert ledger.bound == slow.bound
+        elif event == "start":
             version = rng.choice(held)
             assert ledger.credits(version) == slow.room(version)
             if slow.room(version):
@@ -125,6 +134,33 @@ def test_one_pass_through_the_books_counts_every_group_once():
         "queued": 1,
         "in_flight": 0,
     }
+
+
+def test_a_lowered_bound_takes_nothing_back_and_admits_again_once_the_charge_fits():
+    # G = 2. Under k = 2: (0 + 2 + 1) * 2 = 6 groups; under k = 1: 4, under k = 0: 2.
+    ledger = Admission(groups_per_step=2, max_staleness=2)
+    for group_id in range(5):
+        ledger.admit(group_id, 0)
+    ledger.set_bound(1)
+    assert ledger.credits(0) == 0
+    assert ledger.num_open == 5
+    ledger.set_bound(2)
+    assert ledger.credits(0) == 1
+    ledger.set_bound(0)
+    for step in range(2):
+        ledger.finish(2 * step)
+        ledger.finish(2 * step + 1)
+        assert ledger.take() == [2 * step, 2 * step + 1]
+    # Version 2, one group open: 2 * 2 + 1 = 5 charged of (2 + 0 + 1) * 2 = 6.
+    assert (ledger.credits(1), ledger.credits(2)) == (0, 1)
+
+
+@pytest.mark.parametrize("bound", [-1, 3])
+def test_the_bound_never_leaves_what_the_run_allows(bound):
+    ledger = Admission(groups_per_step=1, max_staleness=2)
+    with pytest.raises(ValueError, match=r"0\.\.2 \(pipeline.max_staleness\)"):
+        ledger.set_bound(bound)
+    assert ledger.bound == 2
 
 
 def test_a_resume_is_charged_for_the_steps_before_it():

@@ -292,3 +292,51 @@ def test_a_generator_that_still_evaluates_for_an_earlier_learner_is_not_asked_ag
     assert kinds(desk.want(num_groups=1)) == ["work"]
     evaluated(desk, version=0)  # of the earlier epoch: not recorded
     assert kinds(desk.say("gen", m.Beat())) == ["evaluate"]
+
+
+def test_the_learner_lowers_the_bound_and_open_groups_keep_their_promise():
+    desk = desk_at_work(max_staleness=2, num_steps=8)
+    assert len(work(desk.want(num_groups=8))) == 6  # (0 + 2 + 1) * 2
+    desk.want(num_groups=8)
+    assert desk.say("learner", m.SetStaleness(max_staleness=0)) == []
+    for step in range(3):
+        desk.done("gen", 2 * step)
+        desk.done("gen", 2 * step + 1)
+        assert desk.batch(step)[0].max_staleness == 2
+    # 6 charged; under 0 the version 3 has (3 + 0 + 1) * 2 - 6 = 2 credits, the versions before none.
+    desk.announce(3)
+    assert work(desk.want(version=3)) == [(6, 6, 0), (7, 7, 0)]
+    desk.done("gen", 6, version=3)
+    desk.done("gen", 7, version=3)
+    assert desk.batch(3)[0].max_staleness == 0
+
+
+def test_a_raised_bound_answers_a_waiting_request_at_once():
+    desk = desk_at_work(max_staleness=2, num_steps=8)
+    desk.say("learner", m.SetStaleness(max_staleness=0))
+    assert len(work(desk.want(num_groups=8))) == 2
+    assert desk.want(num_groups=8) == []
+    desk.say("learner", m.SetStaleness(max_staleness=1))
+    assert len(work(desk.got("gen"))) == 2
+
+
+def test_a_bound_beyond_the_configured_one_ends_the_run_with_both_values():
+    desk = desk_at_work(max_staleness=1)
+    [stop] = desk.say("learner", m.SetStaleness(max_staleness=2))
+    assert stop.failed
+    assert "bound of 2" in stop.reason
+    assert "0..1 (pipeline.max_staleness)" in stop.reason
+
+
+def test_a_learner_that_returns_starts_at_the_configured_bound():
+    desk = desk_at_work(max_staleness=1)
+    desk.say("learner", m.SetStaleness(max_staleness=0))
+    desk.say("learner", m.Bye(reason="moving"))
+    desk.join("learner", "learner", epoch=1)
+    assert len(work(desk.want(num_groups=8))) == 4  # (0 + 1 + 1) * 2
+
+
+def test_a_generator_may_not_set_the_bound():
+    desk = desk_at_work()
+    [stop] = desk.say("gen", m.SetStaleness(max_staleness=0))
+    assert "set_staleness" in stop.reason

@@ -261,6 +261,7 @@ def batch(num_frames: list[int]) -> m.Batch:
             m.GroupRef(group_id=i, generator="g", num_frames=n, queued_s=0.0)
             for i, n in enumerate(num_frames)
         ],
+        max_staleness=0,
         cursor=0,
         ledger=m.LedgerCounts(**counts),
         counters={},

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.algo import AGGREGATIONS, LOSSES
 from asyncrl.config import RunConfig, read_config, to_toml
 from asyncrl.config_algorithm import LOSS_KINDS, AlgorithmConfig, LossConfig
+from asyncrl.config_correction import CORRECTIONS
 from asyncrl.errors import ConfigError
 
 MINIMAL = """
@@ -55,6 +56,7 @@ def test_setting_kind_to_the_same_variant_keeps_the_section(file: Path) -> None:
         ("seed", "section.key=value"),
         ("pipeline.max_staleness=-1", "pipeline.max_staleness"),
         ("pipeline.group_size=1", "pipeline.group_size=1"),
+        ("algorithm.overlong_buffer_tokens=33", "engine.max_completion_tokens=32"),
         ("algorithm.num_minibatches=9", "pipeline.groups_per_step=8"),
         ("algorithm.loss.anchor=behaviour", "algorithm.loss.anchor: unknown key for this kind"),
         ("pipeline.group_size=128", "engine.max_concurrent_completions=64"),
@@ -216,3 +218,78 @@ def test_digest_changes_with_what_processes_must_agree_on_and_only_with_that(fil
     assert read_config(file, ["pipeline.max_staleness=7"]).digest != base
     assert read_config(file, ["run_dir=elsewhere"]).digest == base
     assert read_config(file, ["telemetry.trace=false"]).digest == base
+
+
+def test_a_named_correction_sets_its_keys_and_a_key_beside_it_replaces_one(file: Path) -> None:
+    config = read_config(file, ["algorithm.correction.kind=icepop"]).algorithm.correction
+    assert (config.weight, config.cap, config.mask_low, config.mask_high) == ("token", 0, 0.5, 5.0)
+    config = read_config(
+        file,
+        [
+            "algorithm.correction.kind=icepop",
+            "algorithm.correction.mask_high=2.0",
+            "algorithm.correction.kind=icepop",
+        ],
+    ).algorithm.correction
+    assert config.mask_high == 2.0
+    # Another kind starts from its own settings again.
+    config = read_config(
+        file, ["algorithm.correction.mask_high=2.0", "algorithm.correction.kind=veto"]
+    ).algorithm.correction
+    assert (config.weight, config.cap, config.mask_high, config.veto) == ("token", 2.0, 0.0, True)
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_every_named_correction_is_allowed_prints_and_reads_back(file: Path, kind: str) -> None:
+    config = read_config(file, [f"algorithm.correction.kind={kind}"])
+    printed = file.with_name("printed.toml")
+    printed.write_text(to_toml(config))
+    assert read_config(printed) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ("weight=none cap=2", "weight=none has none"),
+        ("low=3", "low must lie below cap"),
+        ("low=0.2 mask_low=0.3", "give one of them"),
+        ("mask_low=0.5 mask_high=0.4", "every token is dropped"),
+        ("reject_high=2", "reject=none names none"),
+        ("reject=product", "without bounds"),
+        ("reject=k3 reject_low=0.1 reject_high=1", "completions that are right"),
+        ("reject=geometric reject_low=1.5 reject_high=1.2", "every completion is dropped"),
+        ("reject=geometric reject_high=0.9", "agreement"),
+        ("mask_low=1.1", "agreement"),
+    ],
+)
+def test_settings_that_cancel_each_other_are_refused_with_the_reason(
+    file: Path, settings: str, reason: str
+) -> None:
+    # F003
+    with pytest.raises(ConfigError) as caught:
+        read_config(file, [f"algorithm.correction.{item}" for item in settings.split()])
+    assert reason in str(caught.value)
+    assert settings.split("=", maxsplit=1)[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "kind=sequence_tis reject=geometric reject_low=0.9 reject_high=1.1",
+        "kind=sequence_tis reject=product reject_low=0.5 reject_high=2.0",
+        "kind=none mask_low=0.5 mask_high=2.0 veto=true",
+        "weight=none veto=true",
+    ],
+)
+def test_a_weight_and_a_rejection_that_do_different_jobs_are_allowed(
+    file: Path, settings: str
+) -> None:
+    read_config(file, [f"algorithm.correction.{item}" for item in settings.split()])
+
+
+def test_raw_scores_need_no_group_but_every_one(file: Path) -> None:
+    assert read_config(file, ["algorithm.advantage=raw", "pipeline.group_size=1"])
+    with pytest.raises(ConfigError, match="zero_signal"):
+        read_config(file, ["algorithm.advantage=raw", "pipeline.zero_signal=drop"])
+    with pytest.raises(ConfigError, match="max_rl"):
+        read_config(file, ["algorithm.advantage=max_rl", "algorithm.overlong_buffer_tokens=4"])

@@ -206,7 +206,7 @@ def test_every_metric_of_every_loss_is_declared(model_path, kind):
         policy, make_optimizer(policy), pack(stale_groups(), version=5, max_staleness=2),
         objective=Objective.of(algorithm(kind, correction=weight)),
     )  # fmt: skip
-    counts = {"measured": result.num_measured, "token": result.num_measured}
+    counts = result.counts | {"token": result.num_measured}
     resolved = resolve(result.sums | result.values, counts)
     assert resolved["loss/policy"] == pytest.approx(
         result.sums["loss/policy"] / result.num_measured

@@ -44,6 +44,7 @@ def test_two_ranks_train_as_one_and_their_checkpoint_is_the_same(tmp_path):
     optimizer = two_ranks.decaying(policy)
     alone = two_ranks.train(policy, optimizer, Ranks())
     assert [result.skipped for result in alone] == ["", "not finite", ""]
+    assert -1 <= alone[2].values["optimizer/grad_cosine"] <= 1
     by_rank = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
     for results in by_rank:
         for found, wanted in zip(results, alone, strict=True):
@@ -102,6 +103,8 @@ def test_one_rank_needs_nobody():
     sums = {"b": torch.tensor(2), "a": torch.tensor(0.5)}
     assert ranks.all_reduce_sums(sums) == {"a": 0.5, "b": 2.0}
     assert ranks.all_reduce_maxima({}) == {}
+    tables = ranks.all_reduce_tables({"b": torch.tensor([[1.0, 2.0]]), "a": torch.tensor([3])})
+    assert {name: table.tolist() for name, table in tables.items()} == {"a": [3.0], "b": [[1, 2]]}
     ranks.barrier()
     ranks.leave()
 
