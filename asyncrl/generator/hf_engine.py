@@ -21,11 +21,13 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.engine import Completion, SampleRequest
 from asyncrl.generator.hf_batch import CachedModel, PaddedBatch
 from asyncrl.generator.hf_model import choose_device, choose_dtype, load_model, load_state
+from asyncrl.generator.intake import check_request
 from asyncrl.generator.sampling import CompletionStream, nonfinite_rows, sample
 from asyncrl.types import FinishReason, VersionSpan
 
@@ -127,7 +129,14 @@ class HFEngine:
                 tokens outside the vocabulary, prompt + max_tokens exceeds max_context_tokens, or
                 the completions do not fit into max_concurrent_completions together.
         """
-        self._check(request)
+        unfinished = {row.request.request_id for row in self._rows}
+        check_request(
+            request,
+            vocabulary=self._model.get_input_embeddings().num_embeddings,
+            max_context_tokens=self.max_context_tokens,
+            max_concurrent_completions=self._limit,
+            unfinished=unfinished | {waiting.request_id for waiting in self._waiting},
+        )
         if first:
             self._waiting.appendleft(request)
         else:
@@ -179,44 +188,21 @@ class HFEngine:
                 row.finish_reason = "abort"
         return self._remove_finished() + [row.completion() for row in unstarted]
 
+    def score(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Log-probs [T - 1] of tokens 1 .. T - 1, each given those before it, at temperature 1."""
+        given = torch.from_numpy(tokens).long().to(self._device)[None]
+        with torch.inference_mode():
+            logits = self._model(input_ids=given, use_cache=False).logits[0, :-1].float()
+            table = torch.log_softmax(logits, dim=-1)
+            scores: NDArray[np.float32] = table.gather(1, given[0, 1:, None])[:, 0].cpu().numpy()
+        return scores
+
     def close(self) -> None:
         """Free the engine's memory; unfinished completions are lost."""
         self._rows.clear()
         self._waiting.clear()
         self._batch.select([])
         self._model.to("meta")
-
-    def _check(self, request: SampleRequest) -> None:
-        prompt = request.prompt_tokens
-        total = prompt.shape[0] + request.max_tokens
-        vocabulary = self._model.get_input_embeddings().num_embeddings
-        unfinished = {row.request.request_id for row in self._rows}
-        unfinished |= {waiting.request_id for waiting in self._waiting}
-        for valid, fault in (
-            (prompt.ndim == 1 and prompt.shape[0] > 0, "the prompt is empty"),
-            (
-                bool(((prompt >= 0) & (prompt < vocabulary)).all()),
-                f"the prompt has token ids outside 0 .. {vocabulary - 1}",
-            ),
-            (request.max_tokens >= 1, f"max_tokens must be >= 1, got {request.max_tokens}"),
-            (
-                total <= self.max_context_tokens,
-                f"{prompt.shape[0]} prompt tokens + max_tokens={request.max_tokens} exceed the "
-                f"model's {self.max_context_tokens} positions; lower engine.max_prompt_tokens or "
-                "engine.max_completion_tokens",
-            ),
-            (
-                1 <= request.num_completions <= self._limit,
-                f"num_completions must be 1 .. engine.max_concurrent_completions={self._limit}, "
-                f"got {request.num_completions}",
-            ),
-            (request.temperature > 0, f"temperature must be > 0, got {request.temperature}"),
-            (0 < request.top_p <= 1, f"top_p must be in (0, 1], got {request.top_p}"),
-            (request.top_k >= 0, f"top_k must be >= 0, got {request.top_k}"),
-            (request.request_id not in unfinished, "an unfinished request has this id"),
-        ):
-            if not valid:
-                raise ValueError(f"request {request.request_id}: {fault}")
 
     def _take_startable(self) -> list[SampleRequest]:
         """Waiting requests, in order, that fit into the free slots and into one prefill."""

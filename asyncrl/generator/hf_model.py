@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from asyncrl.errors import ConfigError, WeightMismatchError
+from asyncrl.errors import ConfigError
+from asyncrl.generator.offer import check_offer, collect, state_of
 
 BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 """CPU features with which bfloat16 is faster than float32 (the last one is Arm's)."""
@@ -52,16 +53,18 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path!r} cannot be loaded: {error}") from error
     model.to(device).eval().requires_grad_(False)
+    return model, end_tokens(model.generation_config, model.config, tokenizer)
+
+
+def end_tokens(*holders: object) -> frozenset[int]:
+    """Every `eos_token_id` of generation config, config (and the text config in it), tokenizer."""
     ids: set[int] = set()
-    for holder in (
-        model.generation_config,
-        model.config,
-        model.config.get_text_config(decoder=True),
-        tokenizer,
-    ):
-        value = getattr(holder, "eos_token_id", None)
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return model, frozenset(ids)
+    for holder in holders:
+        text_config = getattr(holder, "get_text_config", None)
+        for source in (holder, text_config(decoder=True) if text_config else None):
+            value = getattr(source, "eos_token_id", None)
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(ids)
 
 
 def load_state(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -73,40 +76,9 @@ def load_state(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor
         WeightMismatchError: naming the first tensor that is unknown, missing, given twice, of
             another shape or kind, or differs from one it is tied to; nothing was written.
     """
-    own = model.state_dict()
-    offered: dict[str, torch.Tensor] = {}
-    for name, values in tensors:
-        if name in offered:
-            raise WeightMismatchError(f"tensor {name!r} was offered twice")
-        offered[name] = values
-    _check(own, offered)
+    own = state_of(model)
+    offered = collect(tensors)
+    check_offer(own, offered)
     with torch.no_grad():
         for name, values in offered.items():
             own[name].copy_(values)
-
-
-def _check(own: dict[str, torch.Tensor], offered: dict[str, torch.Tensor]) -> None:
-    # Tied parameters have one storage.
-    first_offer: dict[tuple[int, int], str] = {}
-    for name, values in offered.items():
-        mine = own.get(name)
-        if mine is None:
-            raise WeightMismatchError(
-                f"tensor {name!r} is not in the engine's model ({len(own)} tensors, the first is "
-                f"{next(iter(own))!r}); learner and generators must load the same model.path"
-            )
-        if mine.shape != values.shape or mine.is_floating_point() != values.is_floating_point():
-            raise WeightMismatchError(
-                f"tensor {name!r}: expected {list(mine.shape)} {mine.dtype}, "
-                f"got {list(values.shape)} {values.dtype}"
-            )
-        other = first_offer.setdefault((mine.data_ptr(), mine.numel()), name)
-        if other != name and not torch.equal(offered[other], values):
-            raise WeightMismatchError(
-                f"tensors {other!r} and {name!r} are tied in the engine's model, but differ"
-            )
-    for name, mine in own.items():
-        if name not in offered and (mine.data_ptr(), mine.numel()) not in first_offer:
-            raise WeightMismatchError(
-                f"tensor {name!r} of the engine's model is missing among the {len(offered)} offered"
-            )

@@ -32,6 +32,9 @@ _IDLE_S = 0.01
 _REPORT_S = 0.25
 """Seconds between two reports of running totals."""
 
+_MAX_WARNINGS = 100
+"""Of one kind in the log of a generator."""
+
 
 class Generator:
     """One engine and everything around it; built by `asyncrl generator`."""
@@ -113,11 +116,11 @@ class Generator:
         prompt = self._renderer.render("train", start.ordinal)
         num_tokens = int(prompt.tokens.shape[0])
         if not 0 < num_tokens <= self._config.engine.max_prompt_tokens:
-            log.warning(
-                "prompt %d has %d tokens, engine.max_prompt_tokens=%d: skipped",
-                start.ordinal, num_tokens, self._config.engine.max_prompt_tokens,
-            )  # fmt: skip
-            self._counts["prompts/too_long"] += 1
+            limit = self._config.engine.max_prompt_tokens
+            self._count_trouble(
+                "prompts/too_long",
+                f"prompt {start.ordinal} has {num_tokens} tokens, engine.max_prompt_tokens={limit}",
+            )
             self._fail(start.group_id, "prompt_too_long", retry=False)
             return
         size = self._config.pipeline.group_size
@@ -208,9 +211,10 @@ class Generator:
             self._judge(*self._scoring.pop(key), verdict)
 
     def _judge(self, request_id: int, index: int, verdict: Verdict) -> None:
-        self._counts[f"verdict/{verdict.status}"] += 1
         if verdict.status in ("error", "timeout"):
-            log.warning("scoring %s: %s", verdict.status, verdict.detail)
+            self._count_trouble(f"verdict/{verdict.status}", verdict.detail)
+        else:
+            self._counts[f"verdict/{verdict.status}"] += 1
         sheaf = self._sheaves.get(request_id)
         if sheaf is None:
             return  # abandoned while it was scored
@@ -227,6 +231,14 @@ class Generator:
             self._fail(request_id, "bad_logprobs", retry=True)
         else:
             self._send(request_id, sheaf)
+
+    def _count_trouble(self, counter: str, text: str) -> None:
+        """Count what goes on without us; the first of a kind are logged, so that no disk fills up."""
+        self._counts[counter] += 1
+        if self._counts[counter] <= _MAX_WARNINGS:
+            log.warning("%s: %s", counter, text)
+        if self._counts[counter] == _MAX_WARNINGS:
+            log.warning("%s: further ones are only counted", counter)
 
     def _send(self, group_id: int, sheaf: Sheaf) -> None:
         group = sheaf.to_group(group_id)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError, ConfigError, in_a_line
 from asyncrl.learner import checkpoint
 from asyncrl.learner.controller import StalenessController
 from asyncrl.learner.gradients import GradientSketch
@@ -94,7 +95,6 @@ def _lead(
         cursor=start.cursor,
     )
     mailbox = Mailbox(endpoint, hello, connect_timeout_s=config.host.start_timeout_s)
-    reason, failed = "the learner failed", True
     try:
         publisher = Publisher(
             run_id,
@@ -105,7 +105,7 @@ def _lead(
             chunk_bytes=config.weights.chunk_bytes,
             token=token,
         )
-        recorder = Recorder(config, run_dir=run_dir, run_id=run_id)
+        recorder = Recorder(config, run_dir=run_dir, run_id=run_id, first_version=start.version)
         trace = run_dir / "trace" / "learner.jsonl" if config.telemetry.trace else None
         tracer = Tracer(trace, process="learner")
         joined = run_dir / "joined" / "learner"
@@ -131,9 +131,10 @@ def _lead(
             recorder.close()
             tracer.close()
             publisher.close()
-        reason, failed = f"{config.pipeline.num_steps} steps trained", False
     finally:
-        mailbox.close(reason, failed=failed)
+        error = sys.exception()
+        done = f"{config.pipeline.num_steps} steps trained"
+        mailbox.close(done if error is None else in_a_line(error), failed=error is not None)
 
 
 def _follow(

@@ -15,7 +15,7 @@ from asyncrl.learner.inbox import Delivery
 from asyncrl.learner.step import StepResult
 from asyncrl.telemetry.alerts import Trends, Watch
 from asyncrl.telemetry.metrics import resolve
-from asyncrl.telemetry.sinks import JsonlSink, Sink, WandbSink
+from asyncrl.telemetry.sinks import JsonlSink, Sink, WandbSink, set_later_aside
 from asyncrl.wire.messages import Batch, EvalDone
 
 log = logging.getLogger(__name__)
@@ -29,13 +29,19 @@ _BUSY = ("build", "forward", "backward", "optimizer", "snapshot")
 class Recorder:
     """Turns a step's sums into one record and hands it to the sinks."""
 
-    def __init__(self, config: RunConfig, *, run_dir: Path, run_id: str) -> None:
+    def __init__(
+        self, config: RunConfig, *, run_dir: Path, run_id: str, first_version: int
+    ) -> None:
+        """Open the files; records of steps that are made again from `first_version` move aside."""
+        for name, key in (("metrics", "step"), ("rollouts", "step"), ("evals", "version")):
+            set_later_aside(run_dir / f"{name}.jsonl", key=key, limit=first_version)
         self._num_generators = config.pipeline.num_generators
         self._rollouts = JsonlSink(run_dir / "rollouts.jsonl")
         self._evals = JsonlSink(run_dir / "evals.jsonl")
-        self._sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
+        self._metrics = JsonlSink(run_dir / "metrics.jsonl")
+        self._views: list[Sink] = []
         if config.telemetry.wandb != "off":
-            self._sinks.append(
+            self._views.append(
                 WandbSink(
                     mode=config.telemetry.wandb,
                     project=config.telemetry.wandb_project,
@@ -100,7 +106,7 @@ class Recorder:
         record["alerts"] = [alert.name for alert in on]
         if began:
             record["new_alerts"] = [alert.describe(record[alert.metric]) for alert in began]
-        for sink in self._sinks:
+        for sink in (self._metrics, *self._views):
             sink.write(record)
         self._raise_or_warn(batch.version, record.get("new_alerts", []))
 
@@ -144,8 +150,10 @@ class Recorder:
                 evaluation.model_dump(exclude={"kind"})
                 | {"time_s": round(time.monotonic() - self._start_s, 3)}
             )
+            for view in self._views:
+                view.write(records.eval_values(evaluation))
 
     def close(self) -> None:
         """Flush every sink, in bounded time."""
-        for sink in (self._rollouts, self._evals, *self._sinks):
+        for sink in (self._rollouts, self._evals, self._metrics, *self._views):
             sink.close()

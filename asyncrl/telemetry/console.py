@@ -1,6 +1,7 @@
 """The live view: one line a step and one an evaluation, read from the run folder's records."""
 
 import json
+import os
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,23 +13,34 @@ _PHASES = ("wait_batch", "forward", "backward", "optimizer", "snapshot", "checkp
 
 
 class Follower:
-    """Yields the records appended to a JSON-lines file since the last call."""
+    """Yields each record of a growing JSON-lines file once.
+
+    A resumed learner replaces the file by one without the steps that it makes again
+    (sinks.set_later_aside): such a file is read from its start, and what was yielded is passed over.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._inode = 0
         self._offset = 0
+        self._yielded: set[int] = set()  # hashes of lines
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Records whose line is complete; a file that does not exist yet has none."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._offset = inode, 0
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                yield json.loads(line)
+                if hash(line) not in self._yielded:
+                    self._yielded.add(hash(line))
+                    yield json.loads(line)
 
 
 def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) -> str:
@@ -47,7 +59,7 @@ def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) 
     ]
     bound = record.get("staleness/bound", max_staleness)
     limit = f"{max_staleness}" if bound == max_staleness else f"{max_staleness}, bound {bound:.0f}"
-    skipped = "  SKIPPED" if record.get("optimizer/skipped") else ""
+    skipped = f"  no update: {record['skipped']}" if record.get("skipped") else ""
     alerts = "".join(f"\n  ALERT {text}" for text in record.get("new_alerts", ()))
     return (
         f"step {record['step'] + 1:>3}/{num_steps}  reward {number('reward/mean')}  "
@@ -79,9 +91,8 @@ def summary(run_dir: Path) -> dict[str, Any]:
     evals = sorted(read_records(run_dir / "evals.jsonl"), key=lambda record: record["version"])
     found: dict[str, Any] = {"steps": len(steps)}
     if steps:
-        found["train_minutes"] = round(
-            (steps[-1]["time_s"] - steps[0]["time_s"] + steps[0]["time/step_s"]) / 60, 2
-        )
+        # Not from time_s, which begins again with every attempt of a resumed run.
+        found["train_minutes"] = round(sum(record["time/step_s"] for record in steps) / 60, 2)
     # A step that trained no token, or got no score, has no such entry.
     if ages := [record["staleness/max"] for record in steps if "staleness/max" in record]:
         found["max_staleness"] = int(max(ages))

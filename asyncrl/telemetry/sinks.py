@@ -44,6 +44,30 @@ class JsonlSink:
         self._file.close()
 
 
+def set_later_aside(path: Path, *, key: str, limit: int) -> int:
+    """Move the records with `key` >= limit out of a JSON-lines file; how many were moved.
+
+    A run that resumes at version `limit` makes those steps again; what an earlier attempt left of
+    them goes to `<name>.set-aside`, so that the file holds one history.
+    """
+    if not path.exists():
+        return 0
+    # Bytes: only b"\n" ends a line (text has more line ends), and a kill may cut a character in two.
+    with path.open("rb") as file:
+        lines = list(file)
+    # A line without its end was cut off by a kill; it belongs to no finished step.
+    later = [not line.endswith(b"\n") or json.loads(line)[key] >= limit for line in lines]
+    if any(later):
+        with path.with_name(path.name + ".set-aside").open("ab") as aside:
+            aside.writelines(line for line, moved in zip(lines, later, strict=True) if moved)
+        kept = path.with_name(path.name + ".partial")
+        kept.write_bytes(
+            b"".join(line for line, moved in zip(lines, later, strict=True) if not moved)
+        )
+        kept.replace(path)
+    return sum(later)
+
+
 class WandbSink:
     """Forwards records to one W&B run from a thread of its own."""
 

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 CONFIG = """
@@ -98,3 +100,15 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
+
+
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[str], *, timeout_s: float = 90
+) -> None:
+    """Wait until `condition`; a run that ends or hangs before fails the test."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            output = process.communicate()[0] if process.poll() is not None else "(timeout)"
+            raise AssertionError(f"the run ended or hung early:\n{output}")
+        time.sleep(0.05)

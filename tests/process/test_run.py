@@ -17,6 +17,7 @@ from tests.process.runs import (
     finish,
     records,
     start_run,
+    wait_for,
     write_config,
 )
 
@@ -189,10 +190,29 @@ def num_steps(run_dir: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def wait_for(condition, process, *, timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if process.poll() is not None or time.monotonic() > deadline:
-            output = process.communicate()[0] if process.poll() is not None else "(timeout)"
-            raise AssertionError(f"the run ended or hung early:\n{output}")
-        time.sleep(0.05)
+def test_a_run_killed_between_checkpoints_resumes_with_one_history(
+    model: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, model)
+    overrides = ("pipeline.num_steps=1000", "checkpoint.every_steps=5")
+    process = start_run(config, run_dir, *overrides)
+    wait_for(lambda: num_steps(run_dir) >= 12, process)
+    os.kill(process.pid, signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    newest = max(int(p.name[-6:]) for p in (run_dir / "checkpoints").glob("version-*"))
+    last = newest + 6
+    code, output = finish(
+        start_run(
+            config, run_dir, f"pipeline.num_steps={last}", "checkpoint.every_steps=5",
+            "checkpoint.resume=true",
+        )
+    )  # fmt: skip
+    assert code == 0, output
+    assert [record["step"] for record in records(run_dir)] == list(range(last))
+    trained = [(r["step"], r["ordinal"]) for r in records(run_dir, "rollouts")]
+    ordinals = [ordinal for _, ordinal in trained]
+    assert set(ordinals) == set(range(last * 4))  # groups_per_step = 4: none lost
+    assert all(ordinals.count(o) == 4 for o in set(ordinals))  # group_size = 4: none twice
+    assert (run_dir / "checkpoints" / f"version-{last:06d}").is_dir()

@@ -155,6 +155,18 @@ def test_waiting_too_long_ends_the_run_naming_groups_and_holders():
         assert text in stop.reason
 
 
+def test_waiting_too_long_says_what_kept_failing():
+    desk = desk_at_work()
+    desk.want(num_groups=1)
+    desk.batch(0)
+    desk.say("gen", m.Counters(values={"verdict/error": 64.0, "verdict/scored": 8.0}))
+    for _ in range(7):
+        desk.tick(8.0, "gen", "learner")
+    [stop] = desk.got("gen")
+    assert "so far 64 scorings failed" in stop.reason
+    assert "timed out" not in stop.reason
+
+
 @pytest.mark.parametrize(
     ("roles", "text"),
     [([], "no learner has joined"), (["learner"], "no generator has joined")],

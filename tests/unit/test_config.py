@@ -13,6 +13,7 @@ from asyncrl.config import RunConfig, read_config, to_toml
 from asyncrl.config_algorithm import LOSS_KINDS, AlgorithmConfig, LossConfig
 from asyncrl.config_correction import CORRECTIONS
 from asyncrl.errors import ConfigError
+from asyncrl.weights.manifest import MAX_CHUNK_BYTES
 
 MINIMAL = """
 [model]
@@ -45,6 +46,19 @@ def test_setting_kind_to_the_same_variant_keeps_the_section(file: Path) -> None:
     assert read_config(file, ["task.kind=reverse_digits"]).task.num_digits == 5
 
 
+def test_an_engine_without_kind_is_the_embedded_one_and_vllm_has_settings_of_its_own(
+    file: Path,
+) -> None:
+    file.write_text(MINIMAL + "[engine]\nmax_prompt_tokens = 7\ndevice = 'cpu'\n")
+    assert read_config(file).engine.kind == "hf"
+    same = read_config(file, ["engine.kind=hf"]).engine
+    assert (same.kind, same.max_prompt_tokens) == ("hf", 7)
+    other = read_config(file, ["engine.kind=vllm", "engine.cache_policy=recompute"]).engine
+    assert (other.kind, other.max_prompt_tokens, other.cache_policy) == ("vllm", 512, "recompute")
+    with pytest.raises(ConfigError, match=r"engine\.device: unknown key for this kind"):
+        read_config(file, ["engine.kind=vllm", "engine.device=cpu"])
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -64,6 +78,9 @@ def test_setting_kind_to_the_same_variant_keeps_the_section(file: Path) -> None:
         ("sampling.top_k=5", "sampling.top_k=5"),
         ("broker.address=tcp://10.0.0.1:5000", "broker.token_path"),
         ("task.kind=nothing", "nothing"),
+        ("engine.kind=vlm", "'hf', 'vllm'"),
+        ("engine.max_prompt_token=3", "did you mean engine.max_prompt_tokens"),
+        ("engine.cache_policy=keep", "engine.cache_policy: unknown key for this kind"),
     ],
 )
 def test_a_bad_override_is_named(file: Path, override: str, words: str) -> None:
@@ -218,6 +235,19 @@ def test_digest_changes_with_what_processes_must_agree_on_and_only_with_that(fil
     assert read_config(file, ["pipeline.max_staleness=7"]).digest != base
     assert read_config(file, ["run_dir=elsewhere"]).digest == base
     assert read_config(file, ["telemetry.trace=false"]).digest == base
+
+
+def test_weights_of_a_run_on_several_hosts_are_not_looked_for_on_loopback(file: Path) -> None:
+    overrides = ["broker.address=tcp://10.0.0.1:5555", "broker.token_path=key"]
+    with pytest.raises(ConfigError, match=r"weights\.host='127.0.0.1'"):
+        read_config(file, overrides)
+    assert read_config(file, [*overrides, "weights.host=10.0.0.2"]).weights.host == "10.0.0.2"
+
+
+def test_a_chunk_that_no_manifest_allows_is_refused_before_anything_starts(file: Path) -> None:
+    assert read_config(file, [f"weights.chunk_bytes={MAX_CHUNK_BYTES}"])
+    with pytest.raises(ConfigError, match=r"weights\.chunk_bytes"):
+        read_config(file, [f"weights.chunk_bytes={MAX_CHUNK_BYTES + 1}"])
 
 
 def test_a_named_correction_sets_its_keys_and_a_key_beside_it_replaces_one(file: Path) -> None:

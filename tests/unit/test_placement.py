@@ -1,7 +1,9 @@
 """How a host is split."""
 
+import pytest
+
 from asyncrl.config import RunConfig
-from asyncrl.placement import plan_cores
+from asyncrl.placement import plan_cores, visible_gpus
 
 
 def config(**pipeline: int) -> RunConfig:
@@ -11,28 +13,38 @@ def config(**pipeline: int) -> RunConfig:
 
 
 def test_two_cores_are_one_for_the_generator_and_one_for_the_learner() -> None:
-    plan = plan_cores(config(), [3, 5], num_gpus=0)
+    plan = plan_cores(config(), [3, 5], gpus=[])
     assert (plan.generators, plan.learner) == ([[3]], [5])
 
 
 def test_generators_share_their_half_without_overlap() -> None:
-    plan = plan_cores(config(num_generators=2), list(range(8)), num_gpus=0)
+    plan = plan_cores(config(num_generators=2), list(range(8)), gpus=[])
     assert plan.generators == [[0, 1], [2, 3]]
     assert plan.learner == [4, 5, 6, 7]
 
 
 def test_more_generators_than_cores_each_get_one() -> None:
-    plan = plan_cores(config(num_generators=3), [0, 1], num_gpus=0)
+    plan = plan_cores(config(num_generators=3), [0, 1], gpus=[])
     assert plan.generators == [[0], [0], [0]]
 
 
 def test_the_learner_gets_the_first_gpus_and_generators_the_rest() -> None:
-    plan = plan_cores(config(num_generators=3), list(range(4)), num_gpus=3)
-    assert plan.learner_gpus == [0]
-    assert plan.generator_gpus == [[1], [2], [1]]
+    plan = plan_cores(config(num_generators=3), list(range(4)), gpus=["0", "1", "2"])
+    assert plan.learner_gpus == ["0"]
+    assert plan.generator_gpus == [["1"], ["2"], ["1"]]
 
 
 def test_one_gpu_is_shared_by_all() -> None:
-    plan = plan_cores(config(), list(range(4)), num_gpus=1)
+    plan = plan_cores(config(), list(range(4)), gpus=["0"])
     assert plan.learner_gpus is None
     assert plan.generator_gpus == [None]
+
+
+def test_only_the_gpus_that_a_scheduler_gave_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its "2,GPU-5d" names devices; counting them would take 0 and 1, which are somebody else's."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-5d")
+    plan = plan_cores(config(), list(range(4)), gpus=visible_gpus())
+    assert plan.learner_gpus == ["2"]
+    assert plan.generator_gpus == [["GPU-5d"]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []

@@ -1,6 +1,7 @@
 """Metrics, sinks, traces and the run's summary."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.telemetry.console import Follower, summary
 from asyncrl.telemetry.metrics import resolve
 from asyncrl.telemetry.overlap import busy_intervals, merge, overlap_s
-from asyncrl.telemetry.sinks import JsonlSink
+from asyncrl.telemetry.sinks import JsonlSink, WandbSink, set_later_aside
 from asyncrl.telemetry.trace import Tracer
 
 
@@ -53,6 +54,20 @@ def test_a_follower_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write(" 2}\n")
     assert list(follower.new()) == [{"a": 2}]
+
+
+def test_a_follower_shows_only_what_is_new_when_a_resumed_run_takes_steps_back(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {s}, "of": "first"}}\n' for s in range(5)))
+    follower = Follower(path)
+    assert [record["step"] for record in follower.new()] == [0, 1, 2, 3, 4]
+    set_later_aside(path, key="step", limit=2)
+    assert list(follower.new()) == []
+    with path.open("a") as file:
+        file.writelines(f'{{"step": {s}, "of": "the second attempt"}}\n' for s in range(2, 7))
+    assert [record["step"] for record in follower.new()] == [2, 3, 4, 5, 6]
 
 
 def test_spans_are_written_as_chrome_trace_events_and_totalled(tmp_path: Path) -> None:
@@ -104,3 +119,55 @@ def test_summary_leaves_out_steps_that_trained_no_token_or_got_no_score(tmp_path
 
 def test_summary_of_a_run_that_left_nothing_is_not_an_error(tmp_path: Path) -> None:
     assert summary(tmp_path) == {"steps": 0}
+
+
+def test_records_that_are_made_again_are_set_aside_and_none_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {s}}}\n' for s in range(5)) + '{"step": 5, "cut')
+    assert set_later_aside(path, key="step", limit=3) == 3  # steps 3, 4 and the cut line
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
+    aside = path.with_name("metrics.jsonl.set-aside").read_text()
+    assert aside == '{"step": 3}\n{"step": 4}\n{"step": 5, "cut'
+    assert set_later_aside(path, key="step", limit=3) == 0
+    assert set_later_aside(tmp_path / "absent.jsonl", key="step", limit=0) == 0
+
+
+def test_only_a_newline_ends_a_record_and_a_cut_character_is_no_error(tmp_path: Path) -> None:
+    """Completions hold whatever a model samples: U+2028 and U+0085 are line ends to str alone."""
+    path = tmp_path / "rollouts.jsonl"
+    sink = JsonlSink(path)
+    for step in range(3):
+        sink.write({"step": step, "text": "a\u2028b\x85c"})
+    sink.close()
+    whole = path.read_bytes().splitlines(keepends=True)
+    with path.open("ab") as file:
+        file.write('{"step": 3, "text": "é'.encode()[:-1])  # killed within the two bytes of é
+    assert set_later_aside(path, key="step", limit=2) == 2  # step 2 and the cut line
+    assert path.read_bytes() == whole[0] + whole[1]
+
+
+def test_training_time_of_a_resumed_run_is_that_of_all_its_attempts(tmp_path: Path) -> None:
+    """time_s begins again with each attempt; 4 steps of 30 s are 2 minutes."""
+    keys = {"reward/mean": 0.5, "staleness/max": 1.0, "staleness/mean": 1.0, "time/step_s": 30.0}
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step, time_s in enumerate((30.0, 60.0, 30.0, 60.0)):
+            file.write(json.dumps({"step": step, "time_s": time_s} | keys) + "\n")
+    assert summary(tmp_path)["train_minutes"] == 2.0
+
+
+def test_offline_wandb_keeps_every_row_in_its_own_file(tmp_path: Path) -> None:
+    """Rows of the step axis and of the evaluation axis, in whatever order (F084)."""
+    sink = WandbSink(
+        mode="offline", project="p", name="n", run_id="r1", config={"a": 1}, folder=tmp_path
+    )
+    sink.write({"step": 10, "reward/mean": 0.125})
+    sink.write({"eval/version": 8, "eval/score": 0.0625})
+    sink.write({"step": 11, "reward/mean": 0.5})
+    sink.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-r1.wandb")
+    expected = {b"0.125", b"0.0625", b"0.5"}
+    deadline = time.monotonic() + 60  # the client's own process writes the file out
+    while missing := {value for value in expected if value not in file.read_bytes()}:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.05)
+    assert sink.num_dropped == 0

@@ -176,7 +176,9 @@ def test_nothing_piles_up_over_many_versions(transport, tmp_path):
             if version in (9, 99):
                 files = len(list(tmp_path.iterdir()))
                 counts.append((files, len(list(Path("/proc/self/fd").iterdir()))))
-    assert counts[0] == counts[1]
+    files, descriptors = zip(*counts, strict=True)
+    assert files[0] == files[1]
+    assert descriptors[1] <= descriptors[0]  # others of this process may have gone meanwhile
 
 
 def test_a_file_that_lost_its_name_after_it_was_opened_counts_as_retired(tmp_path):

@@ -1,0 +1,65 @@
+"""Why a run failed, out of the exit codes of its processes and the errors that they left on record.
+
+Who lost a peer is only the messenger: any other end comes first, then the earliest record.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_FULL_BYTES = 2**16
+"""A disk with less room than this has just refused something."""
+
+
+def error_file(run_dir: Path, name: str) -> Path:
+    """Where the process `name` records the error that ended it: type, message, time_s."""
+    return run_dir / "errors" / f"{name}.json"
+
+
+def cause(run_dir: Path, name: str, code: int) -> str:
+    """The end of one process in a line: its error, or the signal or exit code that is known."""
+    error = _error(run_dir, name)
+    if error is not None:
+        what = f"{error['type']}: {error['message']}"
+    elif code < 0:
+        what = f"killed by {signal.Signals(-code).name}"
+    else:
+        what = f"exit code {code}"
+        if _is_full(run_dir):
+            what += ": the disk of run_dir is full, its error could not be written"
+    return f"{name}: {what} (log: {run_dir}/logs/{name}.log)"
+
+
+def root_cause(run_dir: Path, ended: Iterable[tuple[str, int]]) -> str:
+    """`cause` of the process that failed first; `ended` are names and exit codes, at least one."""
+
+    def rank(item: tuple[str, int]) -> tuple[bool, bool, float]:
+        error = _error(run_dir, item[0])
+        if error is None:
+            return False, True, 0.0
+        return error["type"] == "PeerLostError", False, error["time_s"]
+
+    return cause(run_dir, *min(ended, key=rank))
+
+
+def is_known(run_dir: Path, ended: Iterable[tuple[str, int]]) -> bool:
+    """Whether anybody among `ended` is more than a messenger."""
+    errors = [_error(run_dir, name) for name, _ in ended]
+    return any(error is None or error["type"] != "PeerLostError" for error in errors)
+
+
+def _error(run_dir: Path, name: str) -> dict[str, Any] | None:
+    path = error_file(run_dir, name)
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
+
+
+def _is_full(run_dir: Path) -> bool:
+    try:
+        facts = os.statvfs(run_dir)
+    except OSError:
+        return False
+    return facts.f_bavail * facts.f_frsize < _FULL_BYTES

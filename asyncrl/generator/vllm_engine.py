@@ -1,0 +1,319 @@
+"""The vLLM engine: samples completions inside vLLM's continuous batch, driven step by step.
+
+Every completion is a vLLM request of its own; those of one prompt share its KV blocks through the
+prefix cache. Requests wait here, not in vLLM, so that `first` and the version of a prompt's cache
+are ours to decide. One `step`:
+
+    start    waiting requests whose completions all fit
+    poll     one scheduler step of vLLM: at most one token a completion, its log mu
+    finish   rows that vLLM finished, or whose log mu is not finite
+
+Invariant: a token's version is that of the weights that sampled it. `adopt` pauses vLLM and takes in
+what is still in flight (async scheduling keeps one batch on its way), all under the old version;
+then it reloads and resumes. A completion without a token yet starts over, so that a prompt's cache
+has the version of its first token; and blocks are cached under a salt of their adoption, so that no
+new request ever reads a block of older weights.
+"""
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.errors import WeightMismatchError
+from asyncrl.generator.engine import Completion, SampleRequest
+from asyncrl.generator.hf_model import choose_device, choose_dtype
+from asyncrl.generator.intake import check_request
+from asyncrl.generator.model_facts import describe_model
+from asyncrl.generator.offer import check_offer, collect
+from asyncrl.generator.vllm_compat import Core, check_version, sampling_params, scoring_params
+from asyncrl.types import FinishReason, VersionSpan
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this without an error."""
+
+QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
+
+
+@dataclass(slots=True)
+class _Row:
+    """One running completion."""
+
+    request: SampleRequest
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """(version, index of its first token), ascending."""
+
+    def completion(self, finish_reason: FinishReason) -> Completion:
+        ends = [*(start for _, start in self.starts), len(self.tokens)][1:]
+        return Completion(
+            request_id=self.request.request_id,
+            index=self.index,
+            tokens=np.array(self.tokens, dtype=np.int32),
+            behaviour_logprobs=np.array(self.logprobs, dtype=np.float32),
+            version_spans=tuple(
+                VersionSpan(version, start, end)
+                for (version, start), end in zip(self.starts, ends, strict=True)
+            ),
+            finish_reason=finish_reason,
+        )
+
+
+class VllmEngine:
+    """The `Engine` protocol over vLLM."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        max_concurrent_completions: int,
+        max_context_tokens: int | None = None,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        gpu_memory_utilization: float = 0.85,
+        tensor_parallel_size: int = 1,
+        cache_policy: Literal["keep", "recompute"] = "keep",
+        enforce_eager: bool = False,
+        quantization: Literal["none", "fp8"] = "none",
+        load_format: str = "auto",
+        version: int = 0,
+    ) -> None:
+        """Load the model in `path` (a directory or a hub id) as `version`.
+
+        Args:
+            path: what the learner loads too.
+            max_concurrent_completions: completions decoded at the same time.
+            max_context_tokens: limit of prompt plus completion, if lower than the model's.
+            dtype: see `choose_dtype`.
+            gpu_memory_utilization: share of the GPU's memory.
+            tensor_parallel_size: GPUs.
+            cache_policy: what `adopt` does with running completions' caches.
+            enforce_eager: no compilation, no CUDA graphs.
+            quantization: of the weights as they are loaded.
+            load_format: vLLM's; "dummy" for random weights.
+            version: of the weights in `path`.
+
+        Raises:
+            ConfigError: another version of vLLM, or it cannot start; the message names the cause.
+        """
+        check_version()
+        self._model = describe_model(path)
+        positions = self._model.num_positions
+        self._max_context = min(positions, max_context_tokens or positions)
+        compute = choose_dtype(dtype, choose_device("auto"))
+        self._limit = max_concurrent_completions
+        num_cached_tokens = self._max_context * (self._limit + 1)
+        self._core = Core(
+            path,
+            kv_cache_bytes=num_cached_tokens * self._model.kv_values_per_token * compute.itemsize,
+            dtype=str(compute).removeprefix("torch."),
+            max_model_len=self._max_context,
+            max_num_seqs=self._limit + 1,  # one more for `score`
+            gpu_memory_utilization=gpu_memory_utilization,
+            tensor_parallel_size=tensor_parallel_size,
+            enforce_eager=enforce_eager,
+            quantization=QUANTIZATIONS[quantization],
+            load_format=load_format,
+        )
+        self._policy = cache_policy
+        self._version = version
+        self._num_adoptions = 0
+        self._rows: dict[str, _Row] = {}  # by vLLM's name
+        self._waiting: deque[SampleRequest] = deque()
+        self._finished: list[Completion] = []
+        self._num_nonfinite = 0
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next step samples under."""
+        return self._version
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions running or waiting, and those that the next `step` returns."""
+        waiting = sum(request.num_completions for request in self._waiting)
+        return len(self._rows) + waiting + len(self._finished)
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Completions aborted because a log-prob was not finite."""
+        return self._num_nonfinite
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Prompt plus completion may not be longer."""
+        return self._max_context
+
+    def submit(self, request: SampleRequest, *, first: bool = False) -> None:
+        """Queue a prompt; `first` puts it before all waiting ones.
+
+        Raises:
+            ValueError: a field is out of its range (see `check_request`; temperatures below
+                MIN_TEMPERATURE are too: greedy is top_k=1).
+        """
+        unfinished = {row.request.request_id for row in self._rows.values()}
+        check_request(
+            request,
+            vocabulary=self._model.vocabulary,
+            max_context_tokens=self._max_context,
+            max_concurrent_completions=self._limit,
+            unfinished=unfinished | {waiting.request_id for waiting in self._waiting},
+        )
+        if request.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"request {request.request_id}: vLLM samples at temperature >= {MIN_TEMPERATURE}, "
+                f"got {request.temperature}; greedy is top_k=1"
+            )
+        if first:
+            self._waiting.appendleft(request)
+        else:
+            self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        """Start what fits, run one step of vLLM, return the finished."""
+        while self._waiting and self._waiting[0].num_completions <= self._limit - len(self._rows):
+            request = self._waiting.popleft()
+            for index in range(request.num_completions):
+                self._add(_Row(request, index))
+        if self._rows:
+            self._take(self._core.poll())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def adopt(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the weights; running completions go on under `version`.
+
+        Their caches are kept or recomputed, as `cache_policy` says. Nothing of `tensors` is kept.
+        The version may rise, stay (new weights of another epoch) or, as long as no running
+        completion has tokens of a higher one, fall.
+
+        Raises:
+            WeightMismatchError: a name or shape is not this model's, one is missing, or running
+                completions have tokens of a higher version; the old weights and version stay.
+        """
+        newest = max((row.starts[-1][0] for row in self._rows.values() if row.starts), default=0)
+        if version < newest:
+            raise WeightMismatchError(
+                f"version {version} offered while {len(self._rows)} completions run that have "
+                f"tokens of version {newest}; spans must ascend: abort them first"
+            )
+        offered = collect(tensors)
+        check_offer(self._model.state, offered)
+        self._take(self._core.pause())
+        # From here on an error leaves half of the new weights: it must end this process.
+        self._core.reload(offered.items())
+        if self._policy == "recompute":
+            self._core.recompute()
+        self._version = version
+        self._num_adoptions += 1
+        self._restart({name: row for name, row in self._rows.items() if not row.tokens})
+        self._core.resume()
+
+    def abort(self, request_id: int) -> list[Completion]:
+        """Finish a request's completions as "abort", with the tokens sampled so far.
+
+        Waiting ones have none. An unknown or finished id gives an empty list.
+        """
+        waiting = [request for request in self._waiting if request.request_id == request_id]
+        self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
+        unstarted = [
+            _Row(request, i) for request in waiting for i in range(request.num_completions)
+        ]
+        names = [n for n, row in self._rows.items() if row.request.request_id == request_id]
+        self._core.abort(names)
+        gone = [self._rows.pop(name) for name in names]
+        done = [c for c in self._finished if c.request_id == request_id]
+        self._finished = [c for c in self._finished if c.request_id != request_id]
+        return done + [row.completion("abort") for row in (*gone, *unstarted)]
+
+    def score(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Log-probs [T - 1] of tokens 1 .. T - 1, each given those before it, at temperature 1.
+
+        Running completions get a token or more meanwhile; the next `step` returns the finished.
+
+        Raises:
+            ValueError: T is not in 2 .. max_context_tokens - 1 (vLLM samples one more).
+        """
+        if not 2 <= len(tokens) < self._max_context:
+            raise ValueError(
+                f"a scored sequence has 2 .. {self._max_context - 1} tokens, got {len(tokens)}"
+            )
+        name = self._core.add(tokens.tolist(), scoring_params(), salt=str(self._num_adoptions))
+        parts: list[torch.Tensor] = []
+        while True:
+            outputs = self._core.poll()
+            self._take(outputs)
+            for output in (o for o in outputs if o.request_id == name):
+                if output.new_prompt_logprobs_tensors is not None:
+                    parts.append(output.new_prompt_logprobs_tensors.logprobs[:, 0])
+                if output.finish_reason is not None:
+                    scores: NDArray[np.float32] = torch.cat(parts).float().cpu().numpy()
+                    return scores
+
+    def close(self) -> None:
+        """Free the engine's memory; unfinished completions are lost."""
+        self._rows.clear()
+        self._waiting.clear()
+        self._finished.clear()
+        self._core.close()
+
+    def _add(self, row: _Row) -> None:
+        request = row.request
+        params = sampling_params(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=completion_seed(request.seed, row.index),
+            max_tokens=request.max_tokens,
+            stop_tokens=self._model.stop_tokens,
+        )
+        salt = str(self._num_adoptions)
+        self._rows[self._core.add(request.prompt_tokens.tolist(), params, salt=salt)] = row
+
+    def _restart(self, rows: dict[str, _Row]) -> None:
+        """Hand rows to vLLM once more, so that their prompts are prefilled by the new weights."""
+        self._core.abort(list(rows))
+        for name, row in rows.items():
+            del self._rows[name]
+            self._add(row)
+
+    def _take(self, outputs: list[Any]) -> None:
+        """Append what vLLM sampled to the rows; finished ones go to the next `step`'s result."""
+        broken: list[str] = []
+        for output in outputs:
+            row = self._rows.get(output.request_id)
+            if row is None:
+                continue  # a score, or aborted while it was in flight
+            if output.new_token_ids:
+                logprobs = output.new_logprobs.logprobs[:, 0].tolist()
+                if not all(map(math.isfinite, logprobs)):
+                    broken.append(output.request_id)
+                    continue
+                if not row.starts or row.starts[-1][0] != self._version:
+                    row.starts.append((self._version, len(row.tokens)))
+                row.tokens += output.new_token_ids
+                row.logprobs += logprobs
+            if output.finish_reason is not None:
+                reason = _FINISH_REASONS.get(str(output.finish_reason), "abort")
+                self._finished.append(self._rows.pop(output.request_id).completion(reason))
+        if broken:
+            self._num_nonfinite += len(broken)
+            self._core.abort(broken)
+            self._finished += [self._rows.pop(name).completion("abort") for name in broken]
+
+
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+"""What vLLM calls otherwise (abort, error, repetition) cannot be trained on."""
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """Seed of completion `index` of a request: 63 bits, distinct for distinct (seed, index)."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,95 @@
+"""The folder of a run: who may use it, and the files in it that are secrets.
+
+Invariants: one supervisor at a time works in a folder (an flock(2) on `lock`, which the kernel gives
+back however the holder ends); a folder that holds a run is only used again to resume that run.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+
+
+@contextlib.contextmanager
+def run_folder(config: RunConfig) -> Iterator[Path]:
+    """The folder of this run, absolute, and nobody else's for as long as the context is open.
+
+    Raises:
+        ConfigError: it holds a run, another one works in it, there is nothing to resume, or it
+            cannot be written to.
+    """
+    if config.checkpoint.resume and not Path(config.run_dir, "checkpoints").is_dir():
+        raise ConfigError(
+            f"checkpoint.resume=true, but run_dir={config.run_dir!r} holds no checkpoints"
+        )
+    path = Path(config.run_dir) if config.run_dir else _unused(config.name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"run_dir={str(path)!r} cannot be used: {error.strerror}") from error
+    try:
+        _take(lock, path)
+        if (path / "run.json").exists() and not config.checkpoint.resume:
+            raise ConfigError(
+                f"run_dir={str(path)!r} already holds a run; choose another folder, or continue it "
+                "with checkpoint.resume=true"
+            )
+        yield path.resolve()
+    finally:
+        os.close(lock)
+
+
+def _unused(name: str) -> Path:
+    """runs/NAME-TIME, with a number behind it if another run began in the same second."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while True:
+        path = Path("runs") / (f"{name}-{now}" + (f"-{number}" if number > 1 else ""))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError:
+            return path  # run_folder says why it cannot be made
+        else:
+            return path
+
+
+def _take(lock: int, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"run_dir={str(path)!r} is in use by a run that has not ended; stop that one first, or "
+            "choose another folder"
+        ) from error
+
+
+def read_key(path: Path) -> str:
+    """The shared key that a file holds.
+
+    Raises:
+        ConfigError: it cannot be read, or is empty.
+    """
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"cannot read the shared key {path}: {reason}") from error
+    if not key:
+        raise ConfigError(f"the shared key {path} is empty")
+    return key
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)

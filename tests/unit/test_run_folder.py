@@ -1,0 +1,125 @@
+"""Whose folder it is, what remains of whom, and whose fault it was."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.causes import error_file, root_cause
+from asyncrl.cli import _record_first
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.family import children, kill_orphans
+from asyncrl.run_folder import read_key, run_folder
+
+
+def config(run_dir: Path | str = "", *, resume: bool = False) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"path": "m"}, "task": {"kind": "repeat_letter"}, "run_dir": str(run_dir),
+            "checkpoint": {"resume": resume},
+        }
+    )  # fmt: skip
+
+
+def test_two_runs_that_begin_in_the_same_second_get_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with run_folder(config()) as first, run_folder(config()) as second:
+        assert first != second
+        assert first.parent == second.parent == tmp_path / "runs"
+
+
+def test_a_folder_is_free_again_once_its_holder_has_ended(tmp_path: Path) -> None:
+    with run_folder(config(tmp_path)), pytest.raises(ConfigError, match="in use"):
+        run_folder(config(tmp_path)).__enter__()
+    with run_folder(config(tmp_path)) as path:
+        (path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_folder(config(tmp_path)).__enter__()
+    with pytest.raises(ConfigError, match="holds no checkpoints"):
+        run_folder(config(tmp_path, resume=True)).__enter__()
+    (tmp_path / "checkpoints").mkdir()
+    with run_folder(config(tmp_path, resume=True)):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir=.*file/run.*Not a directory"):
+        run_folder(config(tmp_path / "file" / "run")).__enter__()
+
+
+def test_an_empty_or_unreadable_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the shared key"):
+        read_key(tmp_path / "absent")
+    (tmp_path / "key").write_text(" \n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_key(tmp_path / "key")
+    (tmp_path / "key").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot read the shared key"):
+        read_key(tmp_path / "key")
+
+
+def record(run_dir: Path, name: str, kind: str, time_s: float) -> None:
+    path = error_file(run_dir, name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"type": kind, "message": "m", "time_s": time_s}))
+
+
+def test_the_earliest_error_is_the_cause_and_a_messenger_never_is(tmp_path: Path) -> None:
+    record(tmp_path, "generator-0", "PeerLostError", 1.0)
+    record(tmp_path, "broker", "PeerLostError", 2.0)
+    # A learner killed by the kernel leaves no record; those who lost it do, and earlier than anybody.
+    ended = [("generator-0", 1), ("broker", 1), ("learner", -9)]
+    assert root_cause(tmp_path, ended).startswith("learner: killed by SIGKILL")
+    record(tmp_path, "learner", "NonFiniteLossError", 3.0)
+    assert root_cause(tmp_path, ended).startswith("learner: NonFiniteLossError: m")
+    assert root_cause(tmp_path, ended[:2]).startswith("generator-0: PeerLostError: m")
+
+
+def test_of_several_ranks_the_first_to_fail_is_on_record(tmp_path: Path) -> None:
+    path = error_file(tmp_path, "learner")
+    _record_first(path, "first")
+    _record_first(path, "second")
+    assert path.read_text() == "first"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_error_that_a_full_disk_swallowed_is_put_down_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "errors"
+    path.symlink_to("/dev/full")  # as little room as there is; not a folder either
+    _record_first(path / "learner.json", "x")
+    assert root_cause(tmp_path, [("learner", 1)]).startswith("learner: exit code 1 (log")
+    # /proc is a file system without any free byte.
+    assert "the disk of run_dir is full" in root_cause(Path("/proc"), [("learner", 1)])
+
+
+ORPHAN = """
+import subprocess, sys
+from asyncrl.family import children, inherit_orphans, kill_orphans
+import os, time
+inherit_orphans()
+mine = subprocess.Popen(["sleep", "60"])
+subprocess.run(["sh", "-c", "(setsid sh -c 'sleep 61 & sleep 62') & exit 0"])
+deadline = time.monotonic() + 10
+while len(children(os.getpid())) < 2 and time.monotonic() < deadline:
+    time.sleep(0.01)
+found = children(os.getpid())
+assert kill_orphans({mine.pid}) == set()
+print(len(found), children(os.getpid()) == {mine.pid}, mine.poll())
+mine.kill()
+"""
+
+
+def test_orphans_are_inherited_and_killed_with_what_they_started() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.stdout == "2 True None\n", done.stderr
+    assert os.getpid() not in children(os.getpid())
+    assert kill_orphans(children(os.getpid())) == set()
