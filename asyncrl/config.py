@@ -420,9 +420,17 @@ class RunConfig(Section):
         return self.broker.beat_s * self.broker.max_missed_beats
 
     @property
+    def lineage(self) -> str:
+        """Hash of what a resumed run must have in common with its checkpoint: model, task and seed."""
+        return self._hash(include={"model", "task", "seed"})
+
+    @property
     def digest(self) -> str:
         """Hash of everything that processes must agree on; 16 hex digits."""
-        tree = self.model_dump(mode="json", exclude={"run_dir", "telemetry", "host", "checkpoint"})
+        return self._hash(exclude={"run_dir", "telemetry", "host", "checkpoint"})
+
+    def _hash(self, **which: set[str]) -> str:
+        tree = self.model_dump(mode="json", **which)  # type: ignore[arg-type]
         text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

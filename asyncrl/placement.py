@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ def plan_cores(config: RunConfig, cores: list[int], *, gpus: list[str]) -> CoreP
     each at least; with fewer cores than processes they overlap). With GPUs the learner's ranks take
     the first ones, generators the rest in turn, and all share the last one if none is left.
     """
+    if 0 < len(gpus) < config.learner.num_ranks and config.learner.device != "cpu":
+        raise ConfigError(
+            f"learner.num_ranks={config.learner.num_ranks}, but only {len(gpus)} GPUs are visible "
+            f"({', '.join(gpus)}); every rank needs its own"
+        )
     num_generators = config.pipeline.num_generators
     learner_gpus: list[str] | None = None
     generator_gpus: list[list[str] | None] = [None] * num_generators

@@ -45,6 +45,9 @@ from asyncrl.wire.messages import (
 
 log = logging.getLogger(__name__)
 
+GROUPS_PER_EPOCH = 2**40
+"""Group ids of epoch e start at e times this: no name, and no seed made from it, is used twice."""
+
 
 class Broker:
     """All state of one run. Times are seconds of one monotonic clock, handed in by the caller."""
@@ -159,9 +162,9 @@ class Broker:
         peer = Peer(sender, hello.role, hello.name, now_s, hello.incarnation)
         self.peers.add(peer)
         if peer.role == "learner":
-            first_id = 0
+            first_id = hello.epoch * GROUPS_PER_EPOCH
             if self.epoch is not None:
-                first_id = self.epoch.groups.next_id
+                first_id = max(first_id, self.epoch.groups.next_id)
                 self._num_late_groups += self.epoch.num_late_groups
             self.epoch = Epoch(
                 self._settings, self._journal, self.peers, learner=hello, first_id=first_id

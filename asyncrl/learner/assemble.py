@@ -211,6 +211,12 @@ def _find_checkpoint(config: RunConfig, run_dir: Path) -> checkpoint.Checkpoint 
         raise CheckpointError(
             f"checkpoint.resume=true, but {run_dir}/checkpoints holds no complete checkpoint"
         )
+    if found.facts.lineage != config.lineage:
+        raise CheckpointError(
+            f"{found.path} was made with another model, task or seed (lineage {found.facts.lineage}, "
+            f"this configuration has {config.lineage}); start a new run_dir, with model.path="
+            f"{str(found.path)!r} if its weights shall be the initial ones"
+        )
     log.info("resuming from %s at version %d", found.path, found.facts.version)
     return found
 

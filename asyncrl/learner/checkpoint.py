@@ -53,7 +53,9 @@ class CheckpointFacts:
     cursor: int
     """Ordinal of the first prompt that is not trained yet."""
 
-    config_digest: str
+    lineage: str
+    """RunConfig.lineage: what may not change on resume."""
+
     run_name: str
 
 

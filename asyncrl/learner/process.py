@@ -177,7 +177,7 @@ class Learner:
                     version=version,
                     epoch=self.start.epoch,
                     cursor=delivery.batch.cursor if delivery.batch is not None else 0,
-                    config_digest=self.config.digest,
+                    lineage=self.config.lineage,
                     run_name=self.config.name,
                 ),
                 self.policy,

@@ -190,6 +190,22 @@ def num_steps(run_dir: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
+def test_a_run_is_not_resumed_with_another_task(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, model)
+    code, output = finish(start_run(config, run_dir, "pipeline.num_steps=2"))
+    assert code == 0, output
+    before = (run_dir / "metrics.jsonl").read_text()
+    code, output = finish(
+        start_run(
+            config, run_dir, "pipeline.num_steps=4", "checkpoint.resume=true", "task.num_letters=3"
+        )
+    )
+    assert code == 1, output
+    assert "another model, task or seed" in output
+    assert (run_dir / "metrics.jsonl").read_text() == before
+
+
 def test_a_run_killed_between_checkpoints_resumes_with_one_history(
     model: Path, tmp_path: Path
 ) -> None:

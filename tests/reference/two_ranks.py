@@ -35,7 +35,7 @@ from tests.reference.stepping import (
     run_step,
 )
 
-FACTS = CheckpointFacts(version=3, epoch=1, cursor=7, config_digest="d", run_name="r")
+FACTS = CheckpointFacts(version=3, epoch=1, cursor=7, lineage="d", run_name="r")
 
 
 def steps() -> list[StepBatch]:

@@ -42,7 +42,7 @@ def train(policy, optimizer, version):
 
 def facts(version):
     return CheckpointFacts(
-        version=version, epoch=2, cursor=10 * version, config_digest="abc", run_name="run"
+        version=version, epoch=2, cursor=10 * version, lineage="abc", run_name="run"
     )
 
 

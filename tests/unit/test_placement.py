@@ -2,7 +2,8 @@
 
 import pytest
 
-from asyncrl.config import RunConfig
+from asyncrl.config import LearnerConfig, RunConfig
+from asyncrl.errors import ConfigError
 from asyncrl.placement import plan_cores, visible_gpus
 
 
@@ -48,3 +49,9 @@ def test_only_the_gpus_that_a_scheduler_gave_are_used(monkeypatch: pytest.Monkey
     assert plan.generator_gpus == [["GPU-5d"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_starts() -> None:
+    crowded = config().model_copy(update={"learner": LearnerConfig(num_ranks=3)})
+    with pytest.raises(ConfigError, match=r"num_ranks=3, but only 2 GPUs"):
+        plan_cores(crowded, [0, 1], gpus=["0", "1"])
