@@ -34,7 +34,9 @@ def sapo_loss(
     log_ratio = tokens.logprobs - tokens.proximal
     advantages = tokens.advantages
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
-    gate = (tau * (bounded_exp(log_ratio) - 1)).sigmoid()
+    distance = tau * (bounded_exp(log_ratio) - 1)
+    # Far above 1 the slope g (1 - g) cancels unless it is taken of 1 - g.
+    gate = torch.where(distance > 0, 1 - (-distance).sigmoid(), distance.sigmoid())
     return weighted_mean(
         tokens, -4 / tau * gate * advantages, num_tokens=num_tokens, clamped=num_beyond(log_ratio)
     )

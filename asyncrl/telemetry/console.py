@@ -96,12 +96,14 @@ def summary(run_dir: Path) -> dict[str, Any]:
     if steps:
         # Not from time_s, which begins again with every attempt of a resumed run.
         found["train_minutes"] = round(sum(record["time/step_s"] for record in steps) / 60, 2)
-        found["max_staleness"] = int(max(record["staleness/max"] for record in steps))
-        found["mean_staleness"] = round(
-            statistics.fmean(record["staleness/mean"] for record in steps), 3
-        )
-        found["reward_first"] = round(steps[0]["reward/mean"], 4)
-        found["reward_last"] = round(steps[-1]["reward/mean"], 4)
+    # A step that trained no token, or got no score, has no such entry.
+    if ages := [record["staleness/max"] for record in steps if "staleness/max" in record]:
+        found["max_staleness"] = int(max(ages))
+    if means := [record["staleness/mean"] for record in steps if "staleness/mean" in record]:
+        found["mean_staleness"] = round(statistics.fmean(means), 3)
+    if rewards := [record["reward/mean"] for record in steps if "reward/mean" in record]:
+        found["reward_first"] = round(rewards[0], 4)
+        found["reward_last"] = round(rewards[-1], 4)
     if evals:
         found["held_out_before"] = round(evals[0]["mean_score"], 4)
         found["held_out_after"] = round(evals[-1]["mean_score"], 4)

@@ -170,7 +170,8 @@ def test_mismatch_is_measured_against_a_computed_policy_not_an_interpolated_one(
         assert values[0][name] == values[1][name] != 0
 
 
-def test_the_entropy_bonus_raises_the_entropy_of_every_token(model_path):
+@pytest.mark.parametrize("limit", [256, 4])
+def test_the_entropy_bonus_raises_the_entropy_of_every_token(model_path, limit):
     # -A/N log pi - c/N H, over the tokens of a group without advantage as well.
     groups = [
         group([3, 4], [rollout([5, 6], score=1.0), rollout([7], score=0.0)]),
@@ -190,7 +191,8 @@ def test_the_entropy_bonus_raises_the_entropy_of_every_token(model_path):
     optimizer = make_optimizer(policy)
     objective = objective_of("reinforce", {}, entropy_bonus=bonus)
     assert objective.every_token_pulls
-    run_step(policy, optimizer, pack(groups), objective=objective)
+    step = pack(groups, micro_batch_tokens=limit)
+    run_step(policy, optimizer, step, objective=objective)
     found = gradient_after_first_step(optimizer)
     for name, parameter in model.named_parameters():
         assert_near(found[name], wanted[name] + parameter.grad)

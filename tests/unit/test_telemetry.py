@@ -102,6 +102,23 @@ def test_overlap_equals_a_count_of_the_seconds_in_both(
     assert overlap_s(union(left), union(right)) == len(covered(left) & covered(right))
 
 
+def test_summary_leaves_out_steps_that_trained_no_token_or_got_no_score(tmp_path: Path) -> None:
+    common = {"time_s": 6.0, "time/step_s": 6.0}
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step, record in enumerate(
+            (
+                {},
+                {"staleness/max": 3, "staleness/mean": 1.5, "reward/mean": 0.25},
+                {"staleness/max": 1, "staleness/mean": 0.5, "reward/mean": 0.75},
+                {},
+            )
+        ):
+            file.write(json.dumps({"step": step} | common | record) + "\n")
+    found = summary(tmp_path)
+    assert (found["steps"], found["max_staleness"], found["mean_staleness"]) == (4, 3, 1.0)
+    assert (found["reward_first"], found["reward_last"]) == (0.25, 0.75)
+
+
 def test_summary_of_a_run_that_left_nothing_is_not_an_error(tmp_path: Path) -> None:
     assert summary(tmp_path) == {"steps": 0}
 
