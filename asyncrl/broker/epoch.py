@@ -164,7 +164,6 @@ class Epoch:
             self.groups.ledger.set_bound(bound)
         except ValueError as error:
             raise ProtocolError(str(error)) from error
-        log.info("staleness bound: %d", bound)
 
     def _check_step(self, step: int) -> None:
         version = self.groups.ledger.version
