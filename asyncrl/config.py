@@ -10,7 +10,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
@@ -490,10 +490,13 @@ def _explain(error: ValidationError) -> str:
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
             known = _known_keys()
-            near = difflib.get_close_matches(path, known, n=1, cutoff=0.5) or (
-                difflib.get_close_matches(
-                    path.split(".")[-1], [k.split(".")[-1] for k in known], n=1
-                )
+            section, _, key = path.rpartition(".")
+            beside = [k for k in known if k.rpartition(".")[0] == section]
+            near = (
+                difflib.get_close_matches(path, beside, n=1, cutoff=0.6)
+                or [k for k in beside if _initials(k) == key]
+                or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+                or difflib.get_close_matches(key, [k.split(".")[-1] for k in known], n=1)
             )
             hint = f"; did you mean {near[0]}?" if near else ""
             message = "unknown key" + (" for this kind" if path in known else hint)
@@ -501,6 +504,11 @@ def _explain(error: ValidationError) -> str:
             message += f", got {fault['input']!r}"
         lines.append(f"{path}: {message}" if path else message)
     return "; ".join(lines)
+
+
+def _initials(path: str) -> str:
+    """Lr for optimizer.learning_rate: what other trainers call it."""
+    return "".join(word[0] for word in path.rpartition(".")[2].split("_"))
 
 
 def _known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
@@ -534,6 +542,8 @@ def _section_toml(section: BaseModel, path: str) -> tuple[list[str], list[str]]:
             continue
         if field.description:
             lines += [f"# {text}" for text in field.description.splitlines()]
+        if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) > 1:
+            lines.append(f"# one of: {', '.join(map(str, get_args(field.annotation)))}")
         lines.append(f"{name} = {_toml_value(value)}")
     return lines, subsections
 

@@ -132,7 +132,8 @@ def attention_mask(segments: Tensor) -> Tensor:
 def choose_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:
     """The compute type; auto is bfloat16 on a GPU or a CPU with bf16 instructions, else float32."""
     if name == "auto":
-        features = torch.cpu.get_capabilities()
+        read = getattr(torch.cpu, "get_capabilities", None)  # not in torch 2.9
+        features = read() if read is not None else {}
         fast = device.type == "cuda" or any(
             features.get(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16")
         )

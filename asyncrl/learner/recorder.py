@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 _TIMED = (
     "wait_batch", "build", "forward", "backward", "optimizer", "snapshot", "checkpoint", "record",
 )  # fmt: skip
+_RATE_WINDOW_S = 2.0
+"""Generators' rates are over the steps of at least this time."""
+
 _BUSY = ("build", "forward", "backward", "optimizer", "snapshot")
 
 
@@ -53,7 +57,7 @@ class Recorder:
             )
         self._start_s = self._last_s = time.monotonic()
         self._last_spans: dict[str, float] = {}
-        self._last_counters: dict[str, float] = {}
+        self._counters: deque[tuple[float, dict[str, float]]] = deque([(self._start_s, {})])
         self._trends = Trends()
         self._alerts = config.telemetry.alerts
         self._watch = Watch() if self._alerts != "off" else Watch(())
@@ -93,7 +97,7 @@ class Recorder:
         sums["rate/trained_tokens_per_s"] = batch.num_tokens / step_s
         sums |= self._times(spans, step_s)
         if delivery.batch is not None:
-            sums |= self._broker_values(delivery.batch, step_s)
+            sums |= self._broker_values(delivery.batch)
         record: dict[str, Any] = {
             "step": batch.version,
             "version": batch.version + 1,
@@ -116,16 +120,21 @@ class Recorder:
         if texts and self._alerts == "stop":
             raise AlertError(f'step {step}, telemetry.alerts="stop": {"; ".join(texts)}')
 
-    def _broker_values(self, batch: Batch, step_s: float) -> dict[str, float]:
+    def _broker_values(self, batch: Batch) -> dict[str, float]:
         """Ledger, generators' rates and the newest evaluation, as the Batch brought them."""
+        now_s = time.monotonic()
+        # Generators report a few times a second; over less than a window a rate would flicker.
+        while len(self._counters) > 1 and now_s - self._counters[1][0] >= _RATE_WINDOW_S:
+            self._counters.popleft()
+        then_s, before = self._counters[0]
         values = records.ledger_values(batch) | records.generator_values(
             batch.counters,
-            self._last_counters,
-            step_s=step_s,
+            before,
+            seconds=max(now_s - then_s, 1e-9),
             num_generators=self._num_generators,
         )
+        self._counters.append((now_s, dict(batch.counters)))
         values["staleness/queued_s"] = sum(ref.queued_s for ref in batch.groups)
-        self._last_counters = dict(batch.counters)
         self.evaluations(batch.evals)
         if batch.evals:
             values |= records.eval_values(batch.evals[-1])

@@ -47,14 +47,14 @@ def ledger_values(batch: Batch) -> dict[str, float]:
 
 
 def generator_values(
-    now: Mapping[str, float], before: Mapping[str, float], *, step_s: float, num_generators: int
+    now: Mapping[str, float], before: Mapping[str, float], *, seconds: float, num_generators: int
 ) -> dict[str, float]:
-    """Rates of all generators together, from their running totals at this batch and the last."""
+    """Rates of all generators together, from their running totals `seconds` apart."""
     busy_s = sum(now.get(name, 0.0) - before.get(name, 0.0) for name in _GENERATOR_BUSY)
     sampled = now.get("sampled_tokens", 0.0) - before.get("sampled_tokens", 0.0)
     return {
-        "generator/busy_frac": min(1.0, busy_s / (step_s * num_generators)),
-        "rate/sampled_tokens_per_s": sampled / step_s,
+        "generator/busy_frac": min(1.0, busy_s / (seconds * num_generators)),
+        "rate/sampled_tokens_per_s": sampled / seconds,
         "scoring/timeouts": now.get("verdict/timeout", 0.0),
         "scoring/errors": now.get("verdict/error", 0.0),
         "prompts/too_long": now.get("prompts/too_long", 0.0),

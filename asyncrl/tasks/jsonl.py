@@ -90,6 +90,8 @@ def _row(line: bytes, scorer: str, *, where: str) -> Problem:
                 f"{where}: the key {key!r} is missing, got {', '.join(row) or 'none'}"
             )
     answer = row["answer"]
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = json.dumps(answer)  # 42 means "42"
     if not isinstance(answer, str):
         raise ConfigError(f"{where}: answer must be text, got {type(answer).__name__}")
     fault = check_answer(scorer, answer)

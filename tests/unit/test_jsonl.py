@@ -40,7 +40,7 @@ GOOD = '{"prompt": "q", "answer": "a"}\n'
         (GOOD + "[1]\n", ":2: expected an object, got list"),
         (GOOD + "\n" + '{"prompt": "q"}\n', ":3: the key 'answer' is missing"),
         ('{"answer": "a"}\n', ":1: the key 'prompt' is missing"),
-        ('{"prompt": "q", "answer": 3}\n', ":1: answer must be text, got int"),
+        ('{"prompt": "q", "answer": true}\n', ":1: answer must be text, got bool"),
         ('{"prompt": "q", "answer": " "}\n', ":1: answer is empty"),
         ('{"prompt": 3, "answer": "a"}\n', ":1: prompt must be a text or a list of messages"),
         ('{"prompt": "", "answer": "a"}\n', ":1: prompt must be"),
@@ -160,3 +160,12 @@ def test_tasks_and_the_pool_start_without_torch():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_a_number_as_answer_is_its_text(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [f'{{"prompt": "question {i}", "answer": {i}}}' for i in range(40)]
+    path.write_text("\n".join(rows) + "\n")
+    task = make_task(JsonlTask(path=str(path), scorer="exact"), seed=0)
+    problem = task.problem("train", 0)
+    assert problem.answer == problem.raw_text.removeprefix("question ")
