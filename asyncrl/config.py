@@ -491,10 +491,10 @@ def _explain(error: ValidationError) -> str:
         if fault["type"] == "extra_forbidden":
             known = _known_keys()
             section, _, key = path.rpartition(".")
-            beside = [k for k in known if k.rpartition(".")[0] == section]
+            beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+            close = difflib.get_close_matches(key, beside, n=1, cutoff=0.6)
             near = (
-                difflib.get_close_matches(path, beside, n=1, cutoff=0.6)
-                or [k for k in beside if _initials(k) == key]
+                [k for name, k in beside.items() if name in close or _initials(name) == key]
                 or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
                 or difflib.get_close_matches(key, [k.split(".")[-1] for k in known], n=1)
             )
@@ -506,9 +506,9 @@ def _explain(error: ValidationError) -> str:
     return "; ".join(lines)
 
 
-def _initials(path: str) -> str:
-    """Lr for optimizer.learning_rate: what other trainers call it."""
-    return "".join(word[0] for word in path.rpartition(".")[2].split("_"))
+def _initials(name: str) -> str:
+    """lr for learning_rate: what other trainers call it."""
+    return "".join(word[:1] for word in name.split("_"))
 
 
 def _known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
