@@ -507,7 +507,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _initials(name: str) -> str:
-    """lr for learning_rate: what other trainers call it."""
+    """The first letters, as other trainers call a key: lr for learning_rate."""
     return "".join(word[:1] for word in name.split("_"))
 
 
