@@ -27,7 +27,11 @@ def make_engine(path: str, config: EngineConfig) -> Engine:
         ConfigError: the engine is not installed or cannot start; the message names the cause.
     """
     if isinstance(config, VllmEngineConfig):
-        return _make_vllm_engine(path, config)
+        prepare_vllm()
+        # Only now: vllm reads its environment when it is imported, and others do without it.
+        from asyncrl.generator.vllm_engine import VllmEngine
+
+        return VllmEngine(path, config)
     return HFEngine(
         path,
         device=config.device,
@@ -36,7 +40,12 @@ def make_engine(path: str, config: EngineConfig) -> Engine:
     )
 
 
-def _make_vllm_engine(path: str, config: VllmEngineConfig) -> Engine:
+def prepare_vllm() -> None:
+    """Set this process's environment as vllm must find it when it is imported.
+
+    Raises:
+        ConfigError: vllm is not installed.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "engine.kind='vllm', but vllm is not installed; run: pip install 'asyncrl[vllm]' "
@@ -45,17 +54,3 @@ def _make_vllm_engine(path: str, config: VllmEngineConfig) -> Engine:
     os.environ |= VLLM_ENVIRONMENT
     for name, value in VLLM_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # Only now: vllm reads its environment when it is imported, and other engines do without it.
-    from asyncrl.generator.vllm_engine import VllmEngine
-
-    return VllmEngine(
-        path,
-        max_concurrent_completions=config.max_concurrent_completions,
-        max_context_tokens=config.max_prompt_tokens + config.max_completion_tokens,
-        dtype=config.dtype,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        tensor_parallel_size=config.tensor_parallel_size,
-        cache_policy=config.cache_policy,
-        enforce_eager=config.enforce_eager,
-        quantization=config.quantization,
-    )

@@ -35,8 +35,12 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 
+from asyncrl.config import VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightMismatchError
+from asyncrl.generator.hf_model import choose_device, choose_dtype
+from asyncrl.generator.model_facts import ModelFacts
 
+QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
 OLDEST, NEWEST = (0, 26), (0, 33)
 
 CPU_BLOCK_TOKENS = 32
@@ -61,6 +65,47 @@ def check_version(version: str = vllm.__version__) -> None:
             f"engine.kind='vllm' drives vllm 0.{OLDEST[1]} to 0.{NEWEST[1]}, but {version} is "
             "installed; run: pip install 'asyncrl[vllm]'"
         )
+
+
+def engine_arguments(path: str, config: VllmEngineConfig, model: ModelFacts) -> dict[str, Any]:
+    """EngineArgs for sampling with the log-probs of what is really sampled, on this device.
+
+    A CPU would give almost all its memory to the cache; it gets what full completions need and a
+    quarter more, for half-filled blocks. And vLLM cannot wind a seeded generator back there, which a
+    prompt prefilled in pieces needs ("CPU Generator does not use offset", 0.32): whole prompts.
+    """
+    dtype = choose_dtype(config.dtype, choose_device("auto"))
+    context = max_context_tokens(config, model)
+    completions = config.max_concurrent_completions + 1  # one more for a scored sequence
+    arguments: dict[str, Any] = {
+        "model": path,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "max_model_len": context,
+        "max_num_seqs": completions,
+        "dtype": str(dtype).removeprefix("torch."),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "quantization": QUANTIZATIONS[config.quantization],
+    }
+    if current_platform.is_cpu():
+        needed = context * completions * model.kv_values_per_token * dtype.itemsize
+        arguments |= {
+            "block_size": CPU_BLOCK_TOKENS,
+            "kv_cache_memory_bytes": max(MIN_CPU_CACHE_BYTES, needed * 5 // 4),
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, context),
+        }
+    return arguments
+
+
+def max_context_tokens(config: VllmEngineConfig, model: ModelFacts) -> int:
+    """Prompt plus completion may not be longer: both limits together, or the model's own."""
+    return min(model.num_positions, config.max_prompt_tokens + config.max_completion_tokens)
 
 
 def sampling_params(
@@ -97,34 +142,21 @@ def scoring_params() -> SamplingParams:
 class Core:
     """One vLLM engine in this process, driven by single scheduler steps."""
 
-    def __init__(self, path: str, *, kv_cache_bytes: int, **arguments: Any) -> None:  # noqa: ANN401
-        """Load `path` and warm up; `arguments` are vLLM's EngineArgs.
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Load the model and warm up.
 
         Args:
-            path: directory or hub id.
-            kv_cache_bytes: what the KV cache must hold on a CPU; a GPU's follows from its memory.
-            arguments: EngineArgs that differ from the ones every engine has.
+            arguments: vLLM's EngineArgs, see `engine_arguments`.
 
         Raises:
             ConfigError: vLLM cannot start with this model on this device.
         """
-        if current_platform.is_cpu():
-            arguments = cpu_arguments(kv_cache_bytes, arguments["max_model_len"]) | arguments
         try:
             self._llm = LLMEngine.from_engine_args(
-                EngineArgs(
-                    model=path,
-                    skip_tokenizer_init=True,
-                    generation_config="vllm",
-                    logprobs_mode="processed_logprobs",
-                    enable_prefix_caching=True,
-                    disable_log_stats=True,
-                    **arguments,
-                ),
-                usage_context=UsageContext.LLM_CLASS,
+                EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
             )
         except (ValueError, RuntimeError, OSError, ImportError, KeyError, AssertionError) as error:
-            raise ConfigError(explain_start_failure(path, error)) from error
+            raise ConfigError(explain_start_failure(arguments["model"], error)) from error
         # It warns at every reload of layers that have no weights of their own.
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
         self._client = self._llm.engine_core
@@ -185,21 +217,6 @@ class Core:
     def close(self) -> None:
         """Free the engine's memory."""
         self._client.shutdown()
-
-
-def cpu_arguments(kv_cache_bytes: int, max_context_tokens: int) -> dict[str, Any]:
-    """EngineArgs that vLLM's CPU backend needs.
-
-    It would take almost all memory for its cache; it gets what was asked for and a quarter more, for
-    half-filled blocks. It cannot wind a seeded generator back, which a prompt that is prefilled in
-    pieces needs ("CPU Generator does not use offset", 0.32): prompts are prefilled whole.
-    """
-    return {
-        "block_size": CPU_BLOCK_TOKENS,
-        "kv_cache_memory_bytes": max(MIN_CPU_CACHE_BYTES, kv_cache_bytes * 5 // 4),
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, max_context_tokens),
-    }
 
 
 def repack_heads(model: nn.Module) -> None:

@@ -18,27 +18,33 @@ new request ever reads a block of older weights.
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.config import VllmEngineConfig
 from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.engine import Completion, SampleRequest
-from asyncrl.generator.hf_model import choose_device, choose_dtype
 from asyncrl.generator.intake import check_request
 from asyncrl.generator.model_facts import describe_model
 from asyncrl.generator.offer import check_offer, collect
-from asyncrl.generator.vllm_compat import Core, check_version, sampling_params, scoring_params
+from asyncrl.generator.vllm_compat import (
+    Core,
+    check_version,
+    engine_arguments,
+    max_context_tokens,
+    sampling_params,
+    scoring_params,
+)
 from asyncrl.types import FinishReason, VersionSpan
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this without an error."""
-
-QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
 
 
 @dataclass(slots=True)
@@ -73,56 +79,28 @@ class VllmEngine:
     def __init__(
         self,
         path: str,
+        config: VllmEngineConfig,
         *,
-        max_concurrent_completions: int,
-        max_context_tokens: int | None = None,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        gpu_memory_utilization: float = 0.85,
-        tensor_parallel_size: int = 1,
-        cache_policy: Literal["keep", "recompute"] = "keep",
-        enforce_eager: bool = False,
-        quantization: Literal["none", "fp8"] = "none",
-        load_format: str = "auto",
         version: int = 0,
+        more_arguments: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        """Load the model in `path` (a directory or a hub id) as `version`.
+        """Load the model in `path` (a directory or a hub id; the learner loads it too).
 
         Args:
-            path: what the learner loads too.
-            max_concurrent_completions: completions decoded at the same time.
-            max_context_tokens: limit of prompt plus completion, if lower than the model's.
-            dtype: see `choose_dtype`.
-            gpu_memory_utilization: share of the GPU's memory.
-            tensor_parallel_size: GPUs.
-            cache_policy: what `adopt` does with running completions' caches.
-            enforce_eager: no compilation, no CUDA graphs.
-            quantization: of the weights as they are loaded.
-            load_format: vLLM's; "dummy" for random weights.
+            path: where the weights of `version` are.
+            config: `engine.*`; prompt plus completion may have as many tokens as both limits allow.
             version: of the weights in `path`.
+            more_arguments: EngineArgs of vLLM, over those that asyncrl sets; for experiments.
 
         Raises:
             ConfigError: another version of vLLM, or it cannot start; the message names the cause.
         """
         check_version()
         self._model = describe_model(path)
-        positions = self._model.num_positions
-        self._max_context = min(positions, max_context_tokens or positions)
-        compute = choose_dtype(dtype, choose_device("auto"))
-        self._limit = max_concurrent_completions
-        num_cached_tokens = self._max_context * (self._limit + 1)
-        self._core = Core(
-            path,
-            kv_cache_bytes=num_cached_tokens * self._model.kv_values_per_token * compute.itemsize,
-            dtype=str(compute).removeprefix("torch."),
-            max_model_len=self._max_context,
-            max_num_seqs=self._limit + 1,  # one more for `score`
-            gpu_memory_utilization=gpu_memory_utilization,
-            tensor_parallel_size=tensor_parallel_size,
-            enforce_eager=enforce_eager,
-            quantization=QUANTIZATIONS[quantization],
-            load_format=load_format,
-        )
-        self._policy = cache_policy
+        self._max_context = max_context_tokens(config, self._model)
+        self._limit = config.max_concurrent_completions
+        self._policy = config.cache_policy
+        self._core = Core(engine_arguments(path, config, self._model) | dict(more_arguments))
         self._version = version
         self._num_adoptions = 0
         self._rows: dict[str, _Row] = {}  # by vLLM's name
