@@ -90,9 +90,10 @@ class Supervisor:
         token = self.run_dir / "token"
         write_private(token, self._token())
         common = [
-            str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir),
-            "--run-id", self.run_id, "--token-file", str(token), "--supervised",
+            str(self.run_dir / "config.toml"),
             f"checkpoint.resume={str(self.config.checkpoint.resume).lower()}",
+            "--run-dir", str(self.run_dir), "--run-id", self.run_id,
+            "--token-file", str(token), "--supervised",
         ]  # fmt: skip
         address_file = self.run_dir / "broker.json"
         address_file.unlink(missing_ok=True)
