@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--keep", type=Path, help="run folder (one seed); by default a new one")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     config = read_config(options.config, options.overrides)
@@ -36,16 +37,15 @@ def main() -> None:
         "runs": [],
     }
     for seed in options.seeds:
-        result["runs"].append(run_seed(options.config, seed, options.overrides))
+        result["runs"].append(run_seed(options.config, seed, options.overrides, options.keep))
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
         print(json.dumps(result["runs"][-1]))
 
 
-def run_seed(config: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
+def run_seed(config: Path, seed: int, overrides: list[str], keep: Path | None) -> dict[str, Any]:
     """One run in a folder of its own; its entry in the result."""
-    folder = Path(tempfile.mkdtemp(prefix=f"main-job-{seed}-"))
-    run_dir = folder / "run"
+    run_dir = keep or Path(tempfile.mkdtemp(prefix=f"main-job-{seed}-")) / "run"
     command = [
         sys.executable, "-m", "asyncrl", "run", str(config), *overrides, f"seed={seed}",
         f'run_dir="{run_dir}"',
