@@ -4,7 +4,6 @@ fp32; log-probs agree within 1e-3 nats (measured: 5e-6). The model's head is tie
 stand in four places. Engines are started once a module and given their first weights back by `adopt`.
 """
 
-import importlib.util
 import json
 
 import numpy as np
@@ -12,24 +11,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import HFEngineConfig, VllmEngineConfig
 from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.engine import SampleRequest
-from asyncrl.generator.engines import make_engine
 from asyncrl.types import VersionSpan
-from tests.engines import VOCABULARY, assert_same, cached_logprobs, reference_logprobs, request, run
+from tests.engines import (
+    ENGINE_KINDS,
+    VOCABULARY,
+    assert_same,
+    cached_logprobs,
+    reference_logprobs,
+    request,
+    run,
+    start_engine,
+)
 from tests.models import make_tiny_model
 
 ATOL = 1e-3
 LIMIT = 64
-CONTEXT = 300
 STOPS = {2, 10, 11, 12}
-
-KINDS = (
-    pytest.param("hf", id="hf"),
-    pytest.param("keep", id="vllm-keep", marks=pytest.mark.vllm),
-    pytest.param("recompute", id="vllm-recompute", marks=pytest.mark.vllm),
-)
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +60,10 @@ def states(models):
     return published
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=ENGINE_KINDS)
 def started(request, paths):
     """One engine of each kind, alive for all tests of this file."""
-    common = {
-        "dtype": "float32", "max_concurrent_completions": LIMIT, "max_prompt_tokens": CONTEXT - 100,
-        "max_completion_tokens": 100,
-    }  # fmt: skip
-    if request.param == "hf":
-        config = HFEngineConfig(device="cpu", **common)
-    elif importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed")
-    else:
-        config = VllmEngineConfig(cache_policy=request.param, enforce_eager=True, **common)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_CI_ENV", "1")  # no warm-up
-        engine = make_engine(str(paths[0]), config)
+    engine = start_engine(request.param, paths[0])
     yield engine, request.param
     engine.close()
 
@@ -94,7 +81,7 @@ def engine(started, states):
 
 @pytest.fixture
 def recomputes(started):
-    return started[1] == "recompute"
+    return started[1] == "vllm-recompute"
 
 
 def logprob_of(table, tokens):
