@@ -19,6 +19,7 @@ from tests.engines import (
     VOCABULARY,
     assert_same,
     cached_logprobs,
+    prompt,
     reference_logprobs,
     request,
     run,
@@ -215,8 +216,14 @@ def test_a_new_request_after_adoption_reads_no_cache_of_older_weights(engine, mo
 
 
 def test_a_completion_without_a_token_at_adoption_has_only_the_new_version(engine, models, states):
-    # More prompt tokens than one step prefills, so some completions still wait for their first.
-    asks = [request(i, 190, num_completions=1, max_tokens=8) for i in range(LIMIT)]
+    # More prompt tokens than one step prefills, so some completions still wait for their first; each
+    # of them has the prompt of one that has started, whose blocks are still held.
+    asks = [
+        SampleRequest(
+            request_id=i, prompt_tokens=prompt(190, i % 40), num_completions=1, seed=i, max_tokens=8
+        )
+        for i in range(LIMIT)
+    ]
     for ask in asks:
         engine.submit(ask)
     finished = engine.step()

@@ -91,7 +91,7 @@ def test_a_setting_that_does_not_fit_is_named(tiny, options, message):
 def test_too_little_memory_is_named(tiny):
     vllm_engine = importlib.import_module("asyncrl.generator.vllm_engine")
     config = VllmEngineConfig(dtype="float32", enforce_eager=True, max_concurrent_completions=8)
-    with pytest.raises(ConfigError, match=r"cache blocks.*change engine.gpu_memory_utilization"):
+    with pytest.raises(ConfigError, match=r"(?i)cache.*change engine.gpu_memory_utilization"):
         vllm_engine.VllmEngine(str(tiny), config, more_arguments={"kv_cache_memory_bytes": 1000})
 
 
