@@ -341,16 +341,17 @@ def test_abort_returns_the_tokens_so_far_and_leaves_the_others_alone(engine):
         finished += engine.step()
     aborted = engine.abort(1)
     assert {c.request_id for c in aborted} == {1}
-    assert {c.index for c in aborted} == {
-        i for (_, i), c in undisturbed.items() if len(c.tokens) > 3
-    }
+    early = {c.index for c in finished if c.request_id == 1}
+    assert {c.index for c in aborted} == set(range(32)) - early
     for completion in aborted:
         full = undisturbed[1, completion.index]
         assert completion.finish_reason == "abort"
-        assert completion.tokens.tolist() == full.tokens[:3].tolist()
-        assert completion.version_spans == (VersionSpan(0, 0, 3),)
+        length = len(completion.tokens)
+        assert length in (2, 3)  # the third may have been in flight
+        assert completion.tokens.tolist() == full.tokens[:length].tolist()
+        assert completion.version_spans == (VersionSpan(0, 0, length),)
         np.testing.assert_allclose(
-            completion.behaviour_logprobs, full.behaviour_logprobs[:3], atol=1e-5
+            completion.behaviour_logprobs, full.behaviour_logprobs[:length], atol=1e-5
         )
     assert engine.abort(1) == engine.abort(99) == []
     completions = {(c.request_id, c.index): c for c in finished} | run(engine)
@@ -378,7 +379,7 @@ def test_requests_start_in_order_only_when_all_completions_fit_and_first_jumps_t
     orders = []
     while engine.num_unfinished:
         orders.append(sorted({c.request_id for c in engine.step()}))
-    assert orders == [[9], [0], [1, 2]]
+    assert [order for order in orders if order] == [[9], [0], [1, 2]]
 
 
 def test_an_idle_engine_steps_to_nothing(engine):
@@ -440,13 +441,16 @@ def test_completions_without_finite_logprobs_are_aborted_counted_and_leave_no_tr
     before = engine.num_nonfinite
     poisoned = states[1] | {"model.norm.weight": torch.full((128,), float("nan"))}
     engine.adopt(1, poisoned.items())
-    broken = run(engine, [[request(1)]])
-    assert engine.num_nonfinite - before == len(broken) == 18 - len(finished)
-    for (request_id, _), completion in broken.items():
-        assert completion.finish_reason == "abort"
+    finished += run(engine, [[request(1)]]).values()
+    broken = [c for c in finished if c.finish_reason == "abort"]
+    assert len(finished) == 18
+    assert engine.num_nonfinite - before == len(broken) > 8
+    assert sum(c.request_id == 1 for c in broken) == 2
+    for completion in broken:
         # Two tokens of version 0; the poisoned step added none.
-        assert completion.version_spans == ((VersionSpan(0, 0, 2),) if request_id == 0 else ())
-        assert len(completion.tokens) == (2 if request_id == 0 else 0)
+        expected = (VersionSpan(0, 0, 2),) if completion.request_id == 0 else ()
+        assert completion.version_spans == expected
+        assert len(completion.tokens) == (2 if completion.request_id == 0 else 0)
         assert np.isfinite(completion.behaviour_logprobs).all()
     engine.adopt(2, states[1].items())
     for completion in run(engine, [[ask]]).values():
