@@ -1,14 +1,25 @@
-"""Driving the embedded engine in tests, and plain transformers loops to compare it with."""
+"""Starting and driving engines in tests, and plain transformers loops to compare it with."""
 
+import importlib.util
 import inspect
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from asyncrl.config import HFEngineConfig, VllmEngineConfig
 from asyncrl.generator.engine import SampleRequest
+from asyncrl.generator.engines import make_engine, prepare_vllm
 from asyncrl.generator.hf_engine import HFEngine
 from tests.reference.sampling import sampled_distribution
+
+ENGINE_KINDS = (
+    "hf",
+    pytest.param("vllm-keep", marks=pytest.mark.vllm),
+    pytest.param("vllm-recompute", marks=pytest.mark.vllm),
+    pytest.param("vllm-async", marks=pytest.mark.vllm),
+)
 
 VOCABULARY = 100
 """Of the tiny model."""
@@ -17,6 +28,39 @@ VOCABULARY = 100
 def new_engine(path, **options):
     defaults = {"device": "cpu", "dtype": "float32", "max_concurrent_completions": 64}
     return HFEngine(str(path), **(defaults | options))
+
+
+def start_engine(kind, path):
+    """An engine of `ENGINE_KINDS`, fp32, with room for 64 completions of 300 tokens."""
+    common = {
+        "dtype": "float32", "max_concurrent_completions": 64, "max_prompt_tokens": 200,
+        "max_completion_tokens": 100,
+    }  # fmt: skip
+    if kind == "hf":
+        return make_engine(str(path), HFEngineConfig(device="cpu", **common))
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    policy = "recompute" if kind == "vllm-recompute" else "keep"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_CI_ENV", "1")  # no warm-up
+        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        if kind == "vllm-async":
+            keep_async_scheduling(patch)
+        config = VllmEngineConfig(cache_policy=policy, enforce_eager=True, **common)
+        return make_engine(str(path), config)
+
+
+def keep_async_scheduling(patch):
+    """What vLLM does on a GPU, one batch always on its way; on a CPU it is only switched off."""
+    prepare_vllm()
+    platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
+    original = platform.check_and_update_config
+
+    def check(cls, config):
+        original(config)
+        config.scheduler_config.async_scheduling = True
+
+    patch.setattr(platform, "check_and_update_config", classmethod(check))
 
 
 def prompt(length, seed=0):

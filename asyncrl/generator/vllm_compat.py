@@ -133,9 +133,17 @@ def sampling_params(
 
 
 def scoring_params() -> SamplingParams:
-    """Log-probs of the prompt's own tokens; the one token sampled after them is thrown away."""
+    """Log-probs of the prompt's own tokens; the one token sampled after them is thrown away.
+
+    The seed is for the others: beside a request without one, 0.26 ignores all seeds on a CPU.
+    """
     return SamplingParams(
-        temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+        temperature=1.0,
+        seed=0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
     )
 
 
@@ -226,21 +234,37 @@ def repack_heads(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
+_ADVICE = (
+    (
+        ("memory", "kv cache", "max_num_seqs"),
+        "change engine.gpu_memory_utilization, or lower engine.max_concurrent_completions, "
+        "engine.max_prompt_tokens or engine.max_completion_tokens",
+    ),
+    (("quantiz", "fp8"), "change engine.quantization or engine.dtype"),
+    (("tensor parallel", "world size", "world_size"), "change engine.tensor_parallel_size"),
+    (
+        ("architecture",),
+        "vLLM does not have it: set engine.kind='hf', or change model.path",
+    ),
+    (("dtype", "float16", "float32"), "change engine.dtype"),
+)
+"""Words of a failure, and the keys that change it; the first that fits counts."""
+
+_MAX_CAUSE_LENGTH = 400
+
+
 def explain_start_failure(path: str, error: Exception) -> str:
     """One sentence from whatever vLLM raised: the cause, and the key that changes it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(line for line in lines if not line.startswith("For further information"))
-    advice = "check model.path and engine.*"
-    lowered = text.lower()
-    if isinstance(error, torch.OutOfMemoryError) or "memory" in lowered or "kv cache" in lowered:
-        advice = (
-            "change engine.gpu_memory_utilization, or lower engine.max_concurrent_completions, "
-            "engine.max_prompt_tokens or engine.max_completion_tokens"
-        )
-    elif "dtype" in lowered or "float16" in lowered:
-        advice = "change engine.dtype"
-    elif "quantiz" in lowered or "fp8" in lowered:
-        advice = "change engine.quantization"
-    elif "architecture" in lowered:
-        advice = "vLLM does not have this architecture: use engine.kind='hf' or another model.path"
-    return f"vLLM cannot start model.path={path!r}: {text or type(error).__name__} ({advice})"
+    cause = " ".join(str(error).split()) or type(error).__name__
+    # What pydantic puts around a message of vLLM's.
+    cause = re.sub(r"^\d+ validation errors? for \w+ Value error, | \[type=.*$", "", cause)
+    lowered = cause.lower()
+    advice = next(
+        (keys for words, keys in _ADVICE if any(word in lowered for word in words)),
+        "check the files in model.path",
+    )
+    if isinstance(error, torch.OutOfMemoryError):
+        advice = _ADVICE[0][1]
+    if len(cause) > _MAX_CAUSE_LENGTH:
+        cause = cause[:_MAX_CAUSE_LENGTH] + " ..."
+    return f"vLLM cannot start with model.path={path!r}: {cause} ({advice})"

@@ -176,15 +176,16 @@ class VllmEngine:
             WeightMismatchError: a name or shape is not this model's, one is missing, or running
                 completions have tokens of a higher version; the old weights and version stay.
         """
+        offered = collect(tensors)
+        check_offer(self._model.state, offered)
+        self._take(self._core.pause())
         newest = max((row.starts[-1][0] for row in self._rows.values() if row.starts), default=0)
         if version < newest:
+            self._core.resume()
             raise WeightMismatchError(
                 f"version {version} offered while {len(self._rows)} completions run that have "
                 f"tokens of version {newest}; spans must ascend: abort them first"
             )
-        offered = collect(tensors)
-        check_offer(self._model.state, offered)
-        self._take(self._core.pause())
         # From here on an error leaves half of the new weights: it must end this process.
         self._core.reload(offered.items())
         if self._policy == "recompute":

@@ -1,0 +1,150 @@
+"""The canary: real engines with real faults in their weights; plain transformers is the learner."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.errors import WeightMismatchError
+from asyncrl.generator.canary import Canary
+from tests.engines import ENGINE_KINDS, prompt, start_engine
+from tests.models import make_tiny_model
+
+TOKENS = prompt(64, seed=5)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=128)
+
+
+@pytest.fixture(scope="module")
+def learner(path):
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+@pytest.fixture(scope="module")
+def versions(learner):
+    """Version 0 and a version one small step away: each tensor moved by 0.1 % of its own spread."""
+    first = {name: values.clone() for name, values in learner.state_dict().items()}
+    del first["lm_head.weight"]  # tied
+    generator = torch.Generator().manual_seed(0)
+    return first, {
+        name: values + 1e-3 * values.abs().mean() * torch.randn(values.shape, generator=generator)
+        for name, values in first.items()
+    }
+
+
+def learner_logprobs(learner, state):
+    learner.load_state_dict(state, strict=False)
+    tokens = torch.from_numpy(TOKENS).long()
+    with torch.no_grad():
+        table = torch.log_softmax(learner(tokens[None]).logits[0, :-1], dim=-1)
+    return table.gather(1, tokens[1:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="module", params=ENGINE_KINDS)
+def started(request, path):
+    engine = start_engine(request.param, path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(started, versions):
+    started.adopt(0, versions[0].items())
+    return started
+
+
+def start_canary(engine, learner, versions):
+    logprobs = learner_logprobs(learner, versions[0])
+    return Canary(engine.score(TOKENS), logprobs, dtype="float32")
+
+
+def test_an_adopted_version_passes_and_the_distance_is_numerics(engine, learner, versions):
+    canary = start_canary(engine, learner, versions)
+    expected = learner_logprobs(learner, versions[1])
+    engine.adopt(1, versions[1].items())
+    scores = engine.score(TOKENS)
+    distance = np.sqrt(np.mean((scores.astype(float) - expected) ** 2))
+    assert canary.check(1, scores, expected) == pytest.approx(distance, rel=1e-6)
+    assert distance < 1e-5
+
+
+def test_an_adoption_that_changed_nothing_is_caught(engine, learner, versions):
+    canary = start_canary(engine, learner, versions)
+    expected = learner_logprobs(learner, versions[1])
+    with pytest.raises(WeightMismatchError, match="nothing was adopted"):
+        canary.check(1, engine.score(TOKENS), expected)
+
+
+def test_every_single_skipped_tensor_is_caught(engine, learner, versions):
+    canary = start_canary(engine, learner, versions)
+    expected = learner_logprobs(learner, versions[1])
+    for name, values in versions[0].items():
+        engine.adopt(1, (versions[1] | {name: values}).items())
+        with pytest.raises(WeightMismatchError, match="skipped, misplaced or left stale"):
+            canary.check(1, engine.score(TOKENS), expected)
+
+
+def test_a_transposed_tensor_is_caught(engine, learner, versions):
+    canary = start_canary(engine, learner, versions)
+    expected = learner_logprobs(learner, versions[1])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    square = versions[1][name]
+    assert square.shape[0] == square.shape[1]
+    engine.adopt(1, (versions[1] | {name: square.T.contiguous()}).items())
+    with pytest.raises(WeightMismatchError, match="after adopting version 1"):
+        canary.check(1, engine.score(TOKENS), expected)
+
+
+@pytest.mark.vllm
+def test_the_tied_head_that_vllm_leaves_stale_on_a_cpu_is_caught(
+    path, learner, versions, monkeypatch
+):
+    engine = start_engine("vllm-keep", path)
+    canary = start_canary(engine, learner, versions)
+    expected = learner_logprobs(learner, versions[1])
+    compat = pytest.importorskip("asyncrl.generator.vllm_compat")
+    monkeypatch.setattr(compat, "repack_heads", lambda model: None)
+    engine.adopt(1, versions[1].items())
+    with pytest.raises(WeightMismatchError, match="left stale"):
+        canary.check(1, engine.score(TOKENS), expected)
+    engine.close()
+
+
+def test_two_different_models_are_refused_at_the_start():
+    logprobs = np.full(10, -2.0, np.float32)
+    with pytest.raises(WeightMismatchError, match=r"differ by 0\.2 nats.*at most 0\.1"):
+        Canary(logprobs + np.float32(0.2), logprobs, dtype="bfloat16")
+    with pytest.raises(WeightMismatchError, match=r"scored 10 tokens .* the learner 9"):
+        Canary(logprobs, logprobs[1:], dtype="float32")
+    with pytest.raises(WeightMismatchError, match="nan"):
+        Canary(np.full(10, np.nan, np.float32), logprobs, dtype="float32")
+
+
+def test_the_limit_grows_with_the_distance_at_the_start():
+    # d_0 = 0.01; limit = 4 * 0.01 + 0.02 = 0.06.
+    logprobs = np.full(10, -2.0, np.float32)
+    canary = Canary(logprobs + np.float32(0.01), logprobs, dtype="bfloat16")
+    moved = logprobs + np.float32(1.0)
+    assert canary.check(1, moved + np.float32(0.059), moved) == pytest.approx(0.059, rel=1e-4)
+    with pytest.raises(WeightMismatchError, match=r"by 0\.061 nats.*explain 0\.06;.*moved by 1\)"):
+        canary.check(2, moved + np.float32(0.061), moved)
+
+
+def test_an_update_that_moved_nothing_at_the_learner_need_not_move_the_engine():
+    logprobs = np.full(10, -2.0, np.float32)
+    canary = Canary(logprobs, logprobs, dtype="float32")
+    assert canary.check(1, logprobs, logprobs) == 0.0
+
+
+def test_it_is_due_at_the_first_adoption_and_then_ever_more_rarely():
+    logprobs = np.full(10, -2.0, np.float32)
+    canary = Canary(logprobs, logprobs, dtype="float32")
+    looked = []
+    for version in range(5, 40):
+        if canary.is_due(version):
+            canary.check(version, logprobs, logprobs)
+            looked.append(version - 5)
+    assert looked == [0, 2, 4, 8, 16, 32]

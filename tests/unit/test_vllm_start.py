@@ -1,0 +1,111 @@
+"""Starts of the vLLM engine that must fail, really tried: each names its cause and the key to change."""
+
+import importlib.util
+import json
+import shutil
+
+import pytest
+
+from asyncrl.config import VllmEngineConfig
+from asyncrl.errors import ConfigError
+from asyncrl.generator.engines import make_engine
+from tests.models import make_tiny_model
+
+INSTALLED = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vllm is not installed")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=128)
+
+
+def start(path, **options):
+    settings = {
+        "dtype": "float32", "enforce_eager": True, "max_concurrent_completions": 8,
+        "max_prompt_tokens": 100, "max_completion_tokens": 20,
+    }  # fmt: skip
+    return make_engine(str(path), VllmEngineConfig(**(settings | options)))
+
+
+def with_config(tiny, folder, **changes):
+    shutil.copytree(tiny, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.skipif(INSTALLED, reason="vllm is installed")
+def test_without_vllm_the_command_that_installs_it_is_named(tiny):
+    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[vllm\]'"):
+        start(tiny)
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"model.path='.*absent' cannot be loaded"):
+        start(tmp_path / "absent")
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_missing_weights_are_named(tiny, tmp_path):
+    path = shutil.copytree(tiny, tmp_path / "empty")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"any model weights .*check the files in model.path"):
+        start(path)
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_an_architecture_that_vllm_lacks_is_named(tiny, tmp_path):
+    path = with_config(tiny, tmp_path / "odd", architectures=["OddForCausalLM"])
+    with pytest.raises(
+        ConfigError, match=r"OddForCausalLM.* \.\.\. .*set engine.kind='hf'"
+    ) as caught:
+        start(path)
+    assert len(str(caught.value)) < 700
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "fp8"}, r"float32 is not supported .*change engine.quantization or"),
+        ({"tensor_parallel_size": 3}, r"\(4\) must be divisible .*engine.tensor_parallel_size"),
+        (
+            {"max_concurrent_completions": 5000},
+            r"max_num_seqs \(5001\).*lower engine.max_concurrent_completions",
+        ),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_named(tiny, options, message):
+    with pytest.raises(ConfigError, match=message):
+        start(tiny, **options)
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_too_little_memory_is_named(tiny):
+    vllm_engine = importlib.import_module("asyncrl.generator.vllm_engine")
+    config = VllmEngineConfig(dtype="float32", enforce_eager=True, max_concurrent_completions=8)
+    with pytest.raises(ConfigError, match=r"(?i)cache.*change engine.gpu_memory_utilization"):
+        vllm_engine.VllmEngine(str(tiny), config, more_arguments={"kv_cache_memory_bytes": 1000})
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0.0", "0.1.dev3", ""])
+def test_a_version_whose_interfaces_were_not_read_is_refused(version):
+    compat = importlib.import_module("asyncrl.generator.vllm_compat")
+    with pytest.raises(ConfigError, match=r"vllm 0\.26 to 0\.33, but .*installed; run: pip"):
+        compat.check_version(version)
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.2"])
+def test_a_version_in_the_range_is_taken(version):
+    importlib.import_module("asyncrl.generator.vllm_compat").check_version(version)
