@@ -2,9 +2,9 @@
 
     python analysis/bench_engines_per_gpu.py --shapes 135m 1.4b --engines 1 3 4 --num 1024 --out DIR
 
-One engine is bound by its host loop, so several share a GPU: N completions are split evenly among them,
-all engines start, wait for each other, and then sample for the same `--seconds`: each submits its share again
-as soon as it is drained. The rate is all tokens that came out in that window over its length.
+One engine is bound by its host loop, so several share a GPU: N completions are split evenly among
+them, all engines start, wait for each other, and then sample for the same `--seconds`: each submits its
+share again as soon as it is drained. The rate is all tokens that came out in that window over its length.
 DIR/engines_per_gpu.json holds every case with provenance.
 """
 
