@@ -32,8 +32,8 @@ from torch import Tensor
 from asyncrl.algo import LOSSES, Loss, TokenBatch
 from asyncrl.algo.corrections import correct
 from asyncrl.algo.diagnostics import describe, tabulate
-from asyncrl.config_algorithm import BehaviourClippedLoss, ClippedLoss
-from asyncrl.config_correction import CORRECTIONS
+from asyncrl.config.algorithm import BehaviourClippedLoss, ClippedLoss
+from asyncrl.config.correction import CORRECTIONS
 from asyncrl.telemetry.provenance import provenance
 
 VOCABULARY, LENGTH = 4, 6

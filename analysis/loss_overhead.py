@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from asyncrl.algo import ADVANTAGES, AGGREGATIONS
-from asyncrl.config_algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.learner.batch import StepBatch, build_step
 from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.model import Policy, choose_dtype

@@ -25,7 +25,7 @@ from asyncrl.algo import LOSSES, Loss, TokenBatch
 from asyncrl.algo.corrections import Correction, correct
 from asyncrl.algo.kl import KlKind, kl_loss, kl_sums, with_kl_reward
 from asyncrl.algo.proximal import interpolated
-from asyncrl.config_algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from asyncrl.algo import ADVANTAGES, AGGREGATIONS
-from asyncrl.config_algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.learner.batch import build_step
 from asyncrl.learner.model import Policy
 from asyncrl.learner.objective import Objective

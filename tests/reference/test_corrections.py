@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algo.corrections import correct
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.config_correction import CORRECTIONS
+from asyncrl.config.correction import CORRECTIONS
 from tests.reference import scalar_corrections as slow
 from tests.reference.scalar_corrections import Rules, Sampled
 

@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.algo import AGGREGATIONS, LOSSES
 from asyncrl.config import read_config, to_toml
-from asyncrl.config_algorithm import LOSS_KINDS, AlgorithmConfig, LossConfig
-from asyncrl.config_correction import CORRECTIONS
+from asyncrl.config.algorithm import LOSS_KINDS, AlgorithmConfig, LossConfig
+from asyncrl.config.correction import CORRECTIONS
 from asyncrl.errors import ConfigError
 
 MINIMAL = """

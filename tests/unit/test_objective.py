@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config_algorithm import LOSS_KINDS
+from asyncrl.config.algorithm import LOSS_KINDS
 from asyncrl.learner.objective import Objective
 from asyncrl.telemetry.metrics import resolve
 from tests.models import make_tiny_model

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config_algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.objective import Objective
 from tests.models import make_tiny_model

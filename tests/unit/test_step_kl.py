@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import RunConfig
-from asyncrl.config_algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.learner.objective import Objective
 from asyncrl.learner.reference import load_reference
 from tests.models import make_tiny_model

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.section import Section
+from asyncrl.config.section import Section
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {},

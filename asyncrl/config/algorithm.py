@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config_correction import CorrectionConfig
-from asyncrl.section import Section
+from asyncrl.config.correction import CorrectionConfig
+from asyncrl.config.section import Section
 
 Anchor = Literal["proximal", "behaviour", "none"]
 

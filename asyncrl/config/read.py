@@ -1,0 +1,101 @@
+"""From a TOML file and dotted overrides to a validated tree; faults become sentences."""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from asyncrl.config.algorithm import LOSS_KINDS
+from asyncrl.config.engine import DEFAULT_KINDS
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConfigError
+
+_VARIANTS = {
+    "reverse_digits", "products", "repeat_letter", "reasoning_gym", "jsonl", "hf", "vllm", *LOSS_KINDS,
+}  # fmt: skip
+"""Pydantic names the variant in the path of a fault; it is no part of the key."""
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file, apply `section.key=value` overrides left to right, validate once.
+
+    A value is parsed as TOML, and is a string if that fails. Setting a section's `kind` to another
+    variant resets the section: settings of the old variant do not leak into the new one.
+
+    Raises:
+        ConfigError: no such file, not TOML, an override without "=", an unknown key, a bad value.
+    """
+    try:
+        tree: dict[str, Any] = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for item in overrides:
+        _apply_override(tree, item)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from error
+
+
+def _apply_override(tree: dict[str, Any], item: str) -> None:
+    dotted, equals, text = item.partition("=")
+    if not equals or not dotted:
+        raise ConfigError(f"override {item!r} is not of the form section.key=value")
+    *sections, key = dotted.split(".")
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {item!r}: {section} is a value, not a section")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    if key == "kind" and node.get("kind", DEFAULT_KINDS.get(".".join(sections))) != value:
+        node.clear()
+    node[key] = value
+
+
+def _explain(error: ValidationError) -> str:
+    """One line per fault: dotted path, what is wrong, and the nearest known key."""
+    lines = []
+    for fault in error.errors(include_url=False):
+        path = ".".join(str(part) for part in fault["loc"] if part not in _VARIANTS)
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            known = _known_keys()
+            section, _, key = path.rpartition(".")
+            beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+            close = difflib.get_close_matches(key, beside, n=1, cutoff=0.6)
+            near = (
+                [k for name, k in beside.items() if name in close or _initials(name) == key]
+                or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+                or difflib.get_close_matches(key, [k.split(".")[-1] for k in known], n=1)
+            )
+            hint = f"; did you mean {near[0]}?" if near else ""
+            message = "unknown key" + (" for this kind" if path in known else hint)
+        elif fault["type"] not in ("missing", "value_error"):
+            message += f", got {fault['input']!r}"
+        lines.append(f"{path}: {message}" if path else message)
+    return "; ".join(lines)
+
+
+def _initials(name: str) -> str:
+    """The first letters, as other trainers call a key: lr for learning_rate."""
+    return "".join(word[:1] for word in name.split("_"))
+
+
+def _known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        variants = getattr(field.annotation, "__args__", (field.annotation,))
+        for variant in variants:
+            if isinstance(variant, type) and issubclass(variant, BaseModel):
+                keys += _known_keys(variant, f"{prefix}{name}.")
+    return keys
