@@ -1,7 +1,7 @@
 """The section `algorithm.correction`: a named correction, its keys, and which of them cancel out.
 
 A kind is a set of settings; a key given beside it replaces that one. Which losses take a weight at all
-is decided in config_algorithm.py.
+is decided in algorithm.py.
 """
 
 from collections.abc import Callable, Iterator
