@@ -2,7 +2,9 @@
 #   make launch [CONFIG=launch/reverse_digits_cpu.toml] [SET="pipeline.max_staleness=4 seed=1"]
 PYTHON ?= python3
 VENV ?= .venv
-CONFIG ?= launch/reverse_digits_cpu.toml
+# With a GPU and vLLM in the environment (pip install 'asyncrl[vllm]'), vLLM generates.
+VLLM = $(and $(shell command -v nvidia-smi),$(wildcard $(VENV)/lib/python*/site-packages/vllm/__init__.py))
+CONFIG ?= launch/reverse_digits_$(if $(VLLM),1gpu,cpu).toml
 SET ?=
 BIN = $(VENV)/bin
 MODEL = models/smollm2-135m
