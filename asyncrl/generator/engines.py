@@ -13,7 +13,10 @@ VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-VLLM_DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING"}
+VLLM_DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the supervisor gives processes their cores
+}
 """Unlike VLLM_ENVIRONMENT, what the user has set goes first."""
 
 

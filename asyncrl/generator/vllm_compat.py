@@ -22,7 +22,7 @@ output is `request_id`, `new_token_ids`, `new_logprobs.logprobs`, `new_prompt_lo
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from asyncrl.config import VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightMismatchError
 from asyncrl.generator.hf_model import choose_device, choose_dtype
 from asyncrl.generator.model_facts import ModelFacts
+from asyncrl.generator.vllm_worker import EXTENSION, shared_file
 
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -91,6 +92,7 @@ def engine_arguments(path: str, config: VllmEngineConfig, model: ModelFacts) -> 
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,
         "quantization": QUANTIZATIONS[config.quantization],
+        "worker_extension_cls": EXTENSION,
     }
     if current_platform.is_cpu():
         needed = context * completions * model.kv_values_per_token * dtype.itemsize
@@ -202,14 +204,18 @@ class Core:
         """Undo `pause`."""
         self._llm.wake_up(tags=["scheduling"])
 
-    def reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load a whole checkpoint, names as on disk, into the running model; only while paused."""
-        iterator: Iterator[tuple[str, torch.Tensor]] = iter(tensors)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+        if self._llm.vllm_config.parallel_config.world_size > 1:
+            with shared_file(tensors) as (path, specs):
+                self._llm.collective_rpc("reload_from_file", args=(path, specs))
+        else:
+            iterator = iter(tensors.items())
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the caller may now overwrite what it offered
         if current_platform.is_cpu():
             self._llm.apply_model(repack_heads)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the caller may now overwrite what it offered
 
     def recompute(self) -> None:
         """Throw every cached block away; running requests are prefilled again. Only while paused.

@@ -187,7 +187,7 @@ class VllmEngine:
                 f"tokens of version {newest}; spans must ascend: abort them first"
             )
         # From here on an error leaves half of the new weights: it must end this process.
-        self._core.reload(offered.items())
+        self._core.reload(offered)
         if self._policy == "recompute":
             self._core.recompute()
         self._version = version

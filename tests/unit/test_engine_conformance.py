@@ -309,6 +309,12 @@ def test_weights_that_do_not_fit_leave_the_old_ones_and_their_version(
         assert completion.version_spans == (VersionSpan(0, 0, len(completion.tokens)),)
 
 
+def test_a_tensor_offered_twice_is_refused(engine, states):
+    with pytest.raises(WeightMismatchError, match="twice"):
+        engine.adopt(1, [*states[1].items(), next(iter(states[1].items()))])
+    assert engine.version == 0
+
+
 def test_a_tied_head_may_be_offered_if_it_is_equal(engine, models, states):
     head = states[1]["model.embed_tokens.weight"].clone()
     engine.adopt(1, (states[1] | {"lm_head.weight": head}).items())

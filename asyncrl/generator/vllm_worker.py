@@ -1,0 +1,64 @@
+"""What asyncrl adds to vLLM's workers when one engine has several (engine.tensor_parallel_size > 1).
+
+Worker processes cannot be handed tensors by reference: the engine lays them out in one file in shared
+memory, and every worker maps it and loads its own shard through vLLM's own loaders. vLLM mixes
+`FileReload` into its worker class in every process (`worker_extension_cls`).
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from asyncrl.weights.manifest import DTYPE_NAMES, TensorSpec, lay_out, tensor_views
+
+SHM_DIR = Path("/dev/shm")
+
+EXTENSION = f"{__name__}.FileReload"
+
+
+class _Worker(Protocol):
+    """The part of vLLM's worker that is used."""
+
+    def reload_weights(self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load a whole checkpoint into the running model."""
+
+
+class FileReload:
+    """A mix-in for vLLM's worker."""
+
+    def reload_from_file(self: _Worker, path: str, specs: list[dict[str, Any]]) -> None:
+        """Load the tensors that `specs` (dumped TensorSpecs) place in the file `path`."""
+        with Path(path).open("rb") as file:
+            # Private: torch wants memory that it may write to.
+            mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        views = tensor_views(memoryview(mapping), [TensorSpec(**spec) for spec in specs])
+        self.reload_weights(weights_iterator=views)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+@contextmanager
+def shared_file(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The tensors in one file of shared memory, gone when the block ends: its path, and their places.
+
+    Raises:
+        OSError: no room in shared memory.
+    """
+    entries = [(name, DTYPE_NAMES[v.dtype], tuple(v.shape)) for name, v in tensors.items()]
+    specs, num_bytes = lay_out(entries)
+    descriptor, path = tempfile.mkstemp(prefix="asyncrl-reload-", dir=SHM_DIR)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        mapping = mmap.mmap(descriptor, num_bytes)
+        for name, view in tensor_views(memoryview(mapping), specs):
+            view.copy_(tensors[name])
+        yield path, [spec.model_dump() for spec in specs]
+    finally:
+        os.close(descriptor)
+        Path(path).unlink()
