@@ -87,6 +87,7 @@ def test_sampled_tokens_follow_the_softmax_of_the_model(tiny):
 
 
 def test_every_eos_id_of_generation_config_config_and_tokenizer_stops(tiny, tmp_path):
+    # F010.
     path = shutil.copytree(tiny, tmp_path / "m")
     for name, ids in (("generation_config.json", [10, 11]), ("config.json", 12)):
         settings_of = json.loads((path / name).read_text())
