@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.prompts import Prompt
-from asyncrl.types import Rollout, RolloutGroup, Verdict
+from asyncrl.types import MAX_LOGPROB, Rollout, RolloutGroup, Verdict
 
 
 @dataclass(slots=True)
@@ -30,9 +30,11 @@ class Sheaf:
 
     @property
     def usable(self) -> bool:
-        """Whether every completion ran to its end with finite log-probs."""
+        """Whether every completion ran to its end with log-probs that can be log-probs."""
         return all(
-            c.finish_reason != "abort" and bool(np.isfinite(c.behaviour_logprobs).all())
+            c.finish_reason != "abort"
+            and bool(np.isfinite(c.behaviour_logprobs).all())
+            and bool((c.behaviour_logprobs <= MAX_LOGPROB).all())
             for c in self.completions.values()
         )
 

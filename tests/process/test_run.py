@@ -41,6 +41,7 @@ def assert_books_close(steps: list[dict]) -> None:
 def test_no_trained_token_is_older_than_k_and_the_ledger_balances(
     model: Path, tmp_path: Path, k: int
 ) -> None:
+    # F091.
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, model)
     code, output = finish(start_run(config, run_dir, f"pipeline.max_staleness={k}"))
@@ -106,6 +107,7 @@ def test_k_holds_while_a_generator_is_stopped_and_continued(model: Path, tmp_pat
 
 
 def test_a_killed_generator_is_restarted_and_no_group_is_lost(model: Path, tmp_path: Path) -> None:
+    # F024.
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, model)
     process = start_run(config, run_dir, "pipeline.num_steps=30")
@@ -209,6 +211,7 @@ def test_a_run_is_not_resumed_with_another_task(model: Path, tmp_path: Path) -> 
 def test_a_run_killed_between_checkpoints_resumes_with_one_history(
     model: Path, tmp_path: Path
 ) -> None:
+    # F085.
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, model)
     overrides = ("pipeline.num_steps=1000", "checkpoint.every_steps=5")

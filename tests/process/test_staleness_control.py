@@ -40,6 +40,7 @@ def test_the_bound_is_lowered_under_drift_and_the_sampled_groups_follow(
 
 
 def test_an_alert_ends_the_run_with_its_reason_if_asked_to(model: Path, tmp_path: Path) -> None:
+    # F012, F019: the alarm.
     run_dir = tmp_path / "run"
     process = start_run(
         write_config(tmp_path, model), run_dir, *DIVERGING, "pipeline.num_steps=60",

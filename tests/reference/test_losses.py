@@ -127,6 +127,7 @@ def test_float32_agrees_with_the_scalar_loop(kind, settings_, spread):
 @settings(max_examples=15, deadline=None)
 @given(tokens=completions(), parts=st.sampled_from([2, 4]))
 def test_micro_batches_add_up_to_the_whole(kind, settings_, aggregation, tokens, parts):
+    # F001.
     whole, gradient, _ = run(kind, settings_, tokens, aggregation=aggregation, cap=2.0)
     scale = scales(tokens, aggregation, prompts=PROMPTS)
     total, cut_gradient, magnitude = 0.0, [0.0] * len(tokens), 0.0
@@ -157,6 +158,7 @@ def test_an_empty_mask_gives_zero_with_a_graph(kind, settings_, num_holes):
 
 @every_loss
 def test_zero_counted_tokens_are_refused(kind, settings_):
+    # F016.
     with pytest.raises(ValueError, match="num_tokens"):
         LOSSES[kind](batch_of([]), num_tokens=0, **settings_)
 

@@ -108,6 +108,7 @@ def test_every_group_is_trained_within_its_promised_bound_and_nothing_stalls(
 
 
 def test_one_pass_through_the_books_counts_every_group_once():
+    # F091.
     # G = 2, k = 1, from version 0: (0 + 1 + 1) * 2 = 4 credits.
     ledger = Admission(groups_per_step=2, max_staleness=1)
     assert ledger.credits(0) == 4
@@ -173,6 +174,7 @@ def test_a_resume_is_charged_for_the_steps_before_it():
 
 
 def test_at_k_0_a_version_starts_exactly_the_groups_of_its_own_step():
+    # F023.
     ledger = Admission(groups_per_step=2, max_staleness=0)
     for step in range(3):
         assert ledger.credits(step) == 2
@@ -192,6 +194,7 @@ def test_a_version_that_does_not_exist_yet_has_no_credit():
 
 
 def test_admission_without_credit_raises_and_changes_nothing():
+    # F026.
     ledger = Admission(groups_per_step=1, max_staleness=0)
     ledger.admit(0, 0)
     with pytest.raises(StaleRolloutError, match="max_staleness=0"):

@@ -126,6 +126,7 @@ def test_without_sharing_rows_are_causal_and_padded_to_the_longest():
 @pytest.mark.parametrize("k", [0, 1, 3])
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_token_one_version_too_old_raises_and_the_oldest_allowed_does_not(k, trains):
+    # F028: no member may be too old, or the run ends.
     status = "scored" if trains else "error"
 
     def of(version):
@@ -164,6 +165,7 @@ def test_staleness_is_that_of_each_token_at_the_step_that_trains_it():
 
 
 def test_unscored_and_aborted_rollouts_train_no_token_and_shape_no_baseline():
+    # F010.
     kept = [rollout([1, 2], score=0.0), rollout([3], score=1.0)]
     odd = [
         rollout([4] * 5, status="timeout"),
@@ -177,6 +179,7 @@ def test_unscored_and_aborted_rollouts_train_no_token_and_shape_no_baseline():
 
 
 def test_zero_advantage_rows_may_be_left_out_but_stay_in_n():
+    # F004.
     constant = group([1, 2], [rollout([3, 4], score=1.0), rollout([5, 6], score=1.0)])
     varied = group([1, 2], [rollout([3], score=0.0), rollout([5], score=1.0)])
     step = build([constant, varied], skip_zero_advantage=True)

@@ -39,6 +39,7 @@ def test_any_schedule_trains_every_step_within_k_in_order_and_once(
     max_queue_bytes,
     seed,
 ):
+    # F022, F026, F027, F091.
     config = Settings(
         run_id="run",
         config_digest="d",

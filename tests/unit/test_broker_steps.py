@@ -9,6 +9,7 @@ from tests.unit.broker_desk import Desk, desk_at_work, evaluated, kinds, work
 
 
 def test_a_batch_holds_the_first_groups_in_order_their_frames_and_the_closed_books():
+    # F027, F091.
     desk = desk_at_work()
     desk.want(num_groups=4)
     assert desk.batch(0) == []
@@ -66,6 +67,7 @@ def test_counters_of_a_lost_generator_still_count():
 
 @pytest.mark.parametrize(("step", "values"), [(1, ["step 1", "step 0"]), (3, ["step 3", "step 0"])])
 def test_a_learner_out_of_step_with_the_ledger_ends_the_run_with_both_values(step, values):
+    # F027.
     desk = desk_at_work()
     [stop] = desk.batch(step)
     assert stop.failed
@@ -144,6 +146,7 @@ def test_a_generator_that_reports_weights_that_cannot_exist_is_stopped_alone(epo
 
 @pytest.mark.parametrize("oldest", [0, 2])
 def test_a_group_older_than_its_start_or_from_the_future_never_enters(oldest):
+    # F026.
     desk = Desk()
     desk.join("learner", "learner", version=1)
     desk.join()
@@ -226,6 +229,7 @@ def take_step(desk, step):
 
 
 def test_evaluations_are_due_at_the_first_version_every_n_steps_and_at_the_last():
+    # F090.
     desk = desk_at_work(eval_every_steps=2, num_steps=5, depth=1)
     assert kinds(desk.want(num_groups=2)) == ["evaluate", "work"]
     evaluated(desk, version=0)
@@ -271,6 +275,7 @@ def test_the_evaluation_of_a_lost_generator_is_due_again_also_for_a_busy_one():
 
 
 def test_nothing_is_evaluated_while_newer_weights_are_on_their_way_to_the_generator():
+    # F090.
     # It could have adopted them when Evaluate arrives, and then does not hold that version.
     desk = desk_at_work()
     desk.join("gen2")

@@ -11,6 +11,7 @@ from tests.unit.broker_desk import desk_at_work, kinds, work
 
 
 def test_work_is_limited_by_credit_and_handed_out_when_credit_opens():
+    # F026.
     desk = desk_at_work()
     # k = 1, G = 2: (0 + 1 + 1) * 2 = 4 groups at version 0.
     assert work(desk.want(num_groups=3)) == [(0, 0, 0), (1, 1, 0), (2, 2, 0)]
@@ -60,6 +61,7 @@ def test_depth_bounds_the_open_groups_and_a_step_reopens_it():
 
 
 def test_a_full_queue_admits_what_the_next_step_needs_and_no_more():
+    # F026.
     desk = desk_at_work(max_staleness=10, max_queue_bytes=10)
     assert len(work(desk.want(num_groups=2))) == 2
     desk.done("gen", 1, frames=[b"123456", b"78901"])  # 11 bytes
@@ -86,6 +88,7 @@ def test_two_generators_share_credit_in_the_order_of_their_requests():
 
 
 def test_a_lost_group_is_started_again_first_until_its_attempts_are_used_up():
+    # F022.
     desk = desk_at_work()
     desk.want(num_groups=2)
     desk.say("gen", m.GroupFailed(group_id=0, reason="engine_error", retry=True))
@@ -132,6 +135,7 @@ def test_groups_of_a_generator_that_goes_are_started_elsewhere_oldest_first(way)
 
 
 def test_twenty_deaths_with_every_credit_in_hand_leak_none():
+    # F024.
     desk = desk_at_work(groups_per_step=8, max_attempts=100)  # 16 credits at version 0
     desk.say("gen", m.Bye(reason="warm-up"))
     for death in range(20):
@@ -146,6 +150,7 @@ def test_twenty_deaths_with_every_credit_in_hand_leak_none():
 
 
 def test_an_overdue_group_is_started_again_and_its_late_result_is_only_counted():
+    # F024.
     desk = desk_at_work()
     desk.join("gen2")
     desk.want(num_groups=1)

@@ -102,6 +102,7 @@ def test_a_transposed_tensor_is_caught(engine, learner, versions):
 def test_the_tied_head_that_vllm_leaves_stale_on_a_cpu_is_caught(
     path, learner, versions, monkeypatch
 ):
+    # F017.
     engine = start_engine("vllm-keep", path)
     canary = start_canary(engine, learner, versions)
     expected = learner_logprobs(learner, versions[1])

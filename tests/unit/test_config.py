@@ -64,14 +64,16 @@ def test_an_engine_without_kind_is_the_embedded_one_and_vllm_has_settings_of_its
         ("algorithm.loss.cliplow=3", "did you mean algorithm.loss.clip_low"),
         ("model.path.x=3", "path is a value, not a section"),
         ("seed", "section.key=value"),
-        ("pipeline.max_staleness=-1", "pipeline.max_staleness"),
+        ("pipeline.max_staleness=-1", "pipeline.max_staleness"),  # F023
+        ("pipeline.max_staleness=1.5", "pipeline.max_staleness"),
         ("pipeline.group_size=1", "pipeline.group_size=1"),
         ("algorithm.overlong_buffer_tokens=33", "engine.max_completion_tokens=32"),
         ("algorithm.num_minibatches=9", "pipeline.groups_per_step=8"),
         ("algorithm.loss.anchor=behaviour", "algorithm.loss.anchor: unknown key for this kind"),
         ("pipeline.group_size=128", "engine.max_concurrent_completions=64"),
         ("eval.samples_per_prompt=128", "engine.max_concurrent_completions=64"),
-        ("sampling.top_k=5", "sampling.top_k=5"),
+        ("sampling.top_k=5", "sampling.top_k=5"),  # F014
+        ("sampling.top_p=0.8", "sampling.top_p=0.8"),
         ("broker.address=tcp://10.0.0.1:5000", "broker.token_path"),
         ("task.kind=nothing", "nothing"),
         ("engine.kind=vlm", "'hf', 'vllm'"),

@@ -57,6 +57,7 @@ def test_every_loss_and_aggregation_of_the_registry_can_be_configured() -> None:
 def test_a_loss_that_holds_mu_is_refused_with_a_weight_and_no_other(
     file: Path, kind: str, weight: str
 ) -> None:
+    # F003.
     # F003: pi_theta / mu = (pi_theta / pi_prox) (pi_prox / mu) may enter once.
     holds_mu = kind in ("behaviour_clipped", "dppo", "topr", "m2po", "squared_log_ratio")
     overrides = [f"algorithm.loss.kind={kind}", f"algorithm.correction.weight={weight}"]
@@ -98,6 +99,7 @@ def test_the_anchor_of_cispo_and_dppo_decides_whether_a_weight_is_refused(kind: 
     ],
 )
 def test_a_proximal_policy_that_cancels_something_is_refused(loss, settings, words) -> None:
+    # F002, F003.
     with pytest.raises(ValueError, match=words):
         section({"kind": loss}, **settings)
 

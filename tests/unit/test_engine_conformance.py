@@ -147,6 +147,7 @@ def test_sampled_tokens_follow_the_softmax_of_the_model(engine, models):
 
 
 def test_every_end_token_of_generation_config_config_and_tokenizer_stops(engine):
+    # F010.
     asks = [request(i, num_completions=50, max_tokens=40, temperature=1.5) for i in range(4)]
     completions = run(engine, [asks])
     for completion in completions.values():
@@ -441,6 +442,7 @@ def test_the_whole_context_can_be_used(engine, models):
 def test_completions_without_finite_logprobs_are_aborted_counted_and_leave_no_trace(
     engine, models, states
 ):
+    # F020.
     ask = request(0, 9, num_completions=16, max_tokens=40)
     engine.submit(ask)
     finished = [c for _ in range(2) for c in engine.step()]

@@ -247,6 +247,7 @@ def test_a_group_header_that_does_not_hold_is_refused(change, error):
 
 
 def test_a_positive_logprob_is_refused_with_the_rollout_it_is_in():
+    # F020.
     frames = group_frames()
     frames[3] = struct.pack("<4f", -1, -2, -3, 0.3)
 

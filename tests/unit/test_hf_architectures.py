@@ -85,6 +85,7 @@ def test_a_model_path_that_cannot_be_loaded_is_a_config_error(tmp_path):
 
 
 def test_a_row_without_finite_logits_is_aborted_and_the_others_go_on(tiny, tmp_path):
+    # F020.
     # Untied: a NaN in the embedding of a token breaks exactly the rows that have it in context.
     torch.manual_seed(0)
     path = save(ARCHITECTURES["qwen2-untied"](), tiny, tmp_path / "m")

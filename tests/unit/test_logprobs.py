@@ -123,6 +123,7 @@ def test_a_tied_head_gets_both_gradients():
 
 
 def test_bfloat16_products_give_float32_logprobs_near_the_exact_ones():
+    # F017.
     hidden, weight, _, targets = inputs(1, 8, 64, 200, False, dtype=torch.float32)
     with torch.no_grad():
         weight *= 0.1

@@ -112,6 +112,7 @@ def test_a_path_that_is_no_model_names_the_setting(tmp_path):
 
 
 def test_bfloat16_products_keep_parameters_and_logprobs_in_float32(model_path):
+    # F017.
     groups = random_groups(np.random.default_rng(2), num_groups=2, group_size=3, vocab=90)
     exact = load_policy(model_path)
     rounded = load_policy(model_path, compute_dtype=torch.bfloat16)

@@ -143,6 +143,7 @@ def test_each_minibatch_is_an_update_as_if_it_were_alone(model_path):
 
 
 def test_a_minibatch_without_signal_or_not_finite_leaves_the_others_their_update(model_path):
+    # F015.
     constant = group([3], [rollout([5, 6], score=1.0), rollout([7], score=1.0)])
     broken = group([3], [rollout([5, 6], score=1.0), rollout([7], score=0.0)])
     good = group([3], [rollout([8, 9], score=0.0), rollout([7, 2], score=1.0)])

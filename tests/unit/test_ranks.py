@@ -76,6 +76,7 @@ def test_two_ranks_train_as_one_and_their_checkpoint_is_the_same(tmp_path):
 
 @pytest.mark.process
 def test_two_ranks_compute_the_gradient_of_one_for_every_kind_of_denominator(tmp_path):
+    # F001.
     model = make_tiny_model(tmp_path / "tiny", seed=1)
     start_two("losses", model, tmp_path)
     for index, case in enumerate(two_ranks.CASES):

@@ -105,6 +105,7 @@ def test_top_p_keeps_the_token_that_reaches_the_share_and_no_other():
 
 
 def test_temperature_scales_the_log_prob_too():
+    # F013.
     # Logits 0 and ln 2 at T = 0.5 have weights 1 : 4.
     tokens, logprobs = draw([[0.0, math.log(2.0)]] * 2, [0.19, 0.21], temperature=0.5)
     assert tokens == [0, 1]

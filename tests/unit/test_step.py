@@ -59,6 +59,7 @@ def expected_gradient(model_path):
 def test_the_gradient_does_not_depend_on_how_the_step_is_cut(
     model_path, expected_gradient, share, limit, skip
 ):
+    # F001.
     policy = load_policy(model_path)
     optimizer = make_optimizer(policy)
     step = pack(
@@ -150,13 +151,28 @@ def test_a_stored_logprob_that_is_not_finite_costs_only_its_token(model_path, ba
         return [group([9], members)]
 
     policy = load_policy(model_path)
-    result = run_step(policy, make_optimizer(policy), pack(groups(bad)))
+    optimizer = make_optimizer(policy)
+    result = run_step(policy, optimizer, pack(groups(bad)))
     assert not result.skipped
     assert result.sums["mismatch/nonfinite"] == 1
     assert result.values["mismatch/tokens"] == 3
+    # F020: the other tokens' gradient, N and baseline are what they were. Two scores of 1 and 0 have
+    # the advantages +-0.5 / (sqrt(0.5) + 1e-4); N = 4.
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    [item] = groups(-1.0)
+    for one, sign in zip(item.rollouts, (1, -1), strict=True):
+        logprobs = plain_logprobs(model, item.prompt_tokens, one.completion_tokens)
+        weight = (logprobs.detach() - torch.from_numpy(one.behaviour_logprobs)).exp().clamp(max=2.0)
+        terms = weight * logprobs * sign * 0.5 / (math.sqrt(0.5) + 1e-4)
+        kept = [t for t in range(len(terms)) if (sign, t) != (1, 1)]
+        (-terms[kept].sum() / 4).backward()
+    found = gradient_after_first_step(optimizer)
+    for name, parameter in model.named_parameters():
+        assert_near(found[name], parameter.grad)
 
 
 def test_steps_without_tokens_or_signal_are_skipped_with_the_reason(model_path):
+    # F016.
     policy = load_policy(model_path)
     optimizer = make_optimizer(policy, weight_decay=0.1)
     members = [rollout([5], score=0.0), rollout([6], score=1.0)]

@@ -85,6 +85,7 @@ def test_rejected_completions_leave_the_gradient_of_the_others_and_the_denominat
 
 
 def test_a_step_whose_completions_are_all_rejected_is_skipped(model_path):
+    # F005.
     # Adam has momentum from the step before: an update by a gradient of 0 would move the weights.
     policy = load_policy(model_path)
     optimizer = make_optimizer(policy, weight_decay=0.1)

@@ -26,6 +26,7 @@ def test_sums_are_divided_by_their_declared_count_and_values_are_not() -> None:
 
 
 def test_a_mean_over_nothing_is_left_out_rather_than_shown_as_zero() -> None:
+    # F089.
     assert resolve({"reward/mean": 0.0}, {"scored": 0.0}) == {}
 
 
@@ -124,6 +125,7 @@ def test_summary_of_a_run_that_left_nothing_is_not_an_error(tmp_path: Path) -> N
 
 
 def test_records_that_are_made_again_are_set_aside_and_none_is_lost(tmp_path: Path) -> None:
+    # F085.
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {s}}}\n' for s in range(5)) + '{"step": 5, "cut')
     assert set_later_aside(path, key="step", limit=3) == 3  # steps 3, 4 and the cut line

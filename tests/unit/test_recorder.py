@@ -1,0 +1,154 @@
+"""One record a step: what it holds when nothing was trained, and whether its numbers can be true."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import RunConfig
+from asyncrl.learner import records
+from asyncrl.learner.controller import Decision
+from asyncrl.learner.inbox import Delivery
+from asyncrl.learner.recorder import Recorder
+from asyncrl.learner.step import StepResult
+from asyncrl.telemetry.metrics import METRICS, resolve
+from asyncrl.telemetry.trace import Tracer
+from asyncrl.wire.messages import Batch, LedgerCounts
+from tests.reference.groups import group, rollout
+from tests.reference.stepping import pack
+
+CONFIG = {"model": {"path": "x"}, "task": {"kind": "repeat_letter"}}
+SHARES = [name for name in METRICS if "frac" in name.rpartition("/")[2]]
+UNTRAINED = StepResult(
+    skipped="no tokens",
+    sums={},
+    values={"optimizer/skipped": 1.0, "optimizer/updates": 0.0},
+    num_measured=0.0,
+    num_nonfinite=0,
+)
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    config = RunConfig.model_validate(CONFIG)
+    found = Recorder(config, run_dir=tmp_path, run_id="r", first_version=0)
+    yield found
+    found.close()
+
+
+def record_step(recorder, groups, *, spans=None):
+    recorder.step(
+        Delivery(groups, 0, None),
+        batch=pack(groups),
+        result=UNTRAINED,
+        bound=Decision(0),
+        spans=spans or {},
+    )
+
+
+def written(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_without_counted_tokens_has_no_metrics_of_tokens(recorder, tmp_path):
+    # F016: absent, neither 0 nor divided by a clamped 1.
+    record_step(recorder, [group([1], [rollout([2, 3], status="error") for _ in range(2)])])
+    [record] = written(tmp_path)
+    assert record["skipped"] == "no tokens"
+    assert record["optimizer/skipped"] == 1.0
+    families = ("loss/", "mismatch/", "ratio/", "correction/", "policy/", "staleness/mean")
+    assert [name for name in record if name.startswith(families)] == []
+    assert "reward/mean" not in record
+    assert record["rate/trained_tokens_per_s"] == 0.0
+    assert record["rollouts/unscored_frac"] == 1.0
+
+
+def test_scripted_pauses_are_idle_time_and_the_parts_add_up_to_the_wall_time(tmp_path, monkeypatch):
+    # F088: three pauses of 5 s, then 4 s of work and 1 s of snapshot; the next step waits 2 of 3 s.
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    config = RunConfig.model_validate(CONFIG)
+    recorder = Recorder(config, run_dir=tmp_path, run_id="r", first_version=0)
+    tracer = Tracer(None, process="learner")
+    script = [
+        [("wait_batch", 5)] * 3 + [("build", 1), ("forward", 1), ("backward", 2), ("snapshot", 1)],
+        [("wait_batch", 2), ("forward", 1)],
+    ]
+    for spans in script:
+        for name, seconds in spans:
+            with tracer.span(f"learner/{name}"):
+                now_s[0] += seconds
+        record_step(recorder, [group([1], [rollout([2])])], spans=tracer.totals())
+    recorder.close()
+    first, second = written(tmp_path)
+    assert (first["time/wait_batch_s"], second["time/wait_batch_s"]) == (15.0, 2.0)
+    assert (first["time/step_s"], second["time/step_s"]) == (20.0, 3.0)
+    assert first["learner/busy_frac"] == pytest.approx(5 / 20)
+    for record in (first, second):
+        parts = [v for k, v in record.items() if k.startswith("time/") and k != "time/step_s"]
+        assert sum(parts) == pytest.approx(record["time/step_s"])
+
+
+scored = st.builds(
+    lambda length, score, finish, status: rollout(
+        [3] * length, score=score, finish=finish, status=status
+    ),
+    st.integers(1, 4),
+    st.sampled_from([-1.0, 0.0, 0.5, 1.0]),
+    st.sampled_from(["stop", "length", "abort"]),
+    st.sampled_from(["scored", "error", "timeout", "abstained"]),
+)
+
+
+@given(st.lists(st.lists(scored, min_size=1, max_size=4), min_size=1, max_size=3))
+def test_every_share_of_a_batch_lies_between_0_and_1(members):
+    # F089, and the mean length is that of all rollouts, those that train no token included.
+    groups = [group([1], rollouts) for rollouts in members]
+    step = pack(groups)
+    found = resolve(step.sums | records.batch_sums(groups), step.counts)
+    shares = {name: value for name, value in found.items() if name in SHARES}
+    assert "tokens/truncated_frac" in shares
+    assert all(0.0 <= value <= 1.0 for value in shares.values()), shares
+    lengths = [len(r.completion_tokens) for item in groups for r in item.rollouts]
+    assert found["tokens/completion_mean"] == pytest.approx(np.mean(lengths))
+
+
+@given(
+    before=st.floats(0, 1e6),
+    spent=st.floats(0, 1e6),
+    seconds=st.floats(1e-9, 1e4),
+    num_generators=st.integers(1, 8),
+)
+def test_generators_are_busy_for_a_share_of_the_time_and_counters_not_yet_sent_are_0(
+    before, spent, seconds, num_generators
+):
+    # F089: busy time arrives in portions, late, so that one window may get more than it lasted.
+    values = records.generator_values(
+        {"generator/decode": before + spent},
+        {"generator/decode": before},
+        seconds=seconds,
+        num_generators=num_generators,
+    )
+    assert 0.0 <= values["generator/busy_frac"] <= 1.0
+    nothing = records.generator_values({}, {}, seconds=seconds, num_generators=num_generators)
+    assert set(nothing.values()) == {0.0}
+
+
+@pytest.mark.parametrize("in_flight", [2, 3, 4])
+def test_books_that_do_not_close_end_the_run(in_flight):
+    # F091: 20 started = 8 trained + 2 stale + 1 filtered + 1 failed + 5 waiting + 3 being sampled.
+    ledger = LedgerCounts(
+        admitted=20, trained=8, dropped_stale=2, dropped_filtered=1, failed=1, queued=5,
+        in_flight=in_flight,
+    )  # fmt: skip
+    batch = Batch(
+        step=0, groups=[], max_staleness=0, cursor=0, ledger=ledger, counters={}, evals=[]
+    )
+    if in_flight == 3:
+        assert records.ledger_values(batch)["ledger/trained"] == 8.0
+        return
+    with pytest.raises(AssertionError, match="does not balance"):
+        records.ledger_values(batch)
