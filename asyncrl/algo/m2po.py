@@ -34,10 +34,11 @@ def m2po_loss(
     tokens = clean(batch)
     log_ratio = tokens.logprobs - tokens.behaviour
     kept = _within_budget(log_ratio.detach(), tokens.counts, tokens.sequence, budget)
-    token_loss = -bounded_exp(log_ratio) * tokens.advantages
+    # Masked before the product: an advantage that is NaN shows even at a masked token.
+    token_loss = -bounded_exp(log_ratio).where(kept, 0.0) * tokens.advantages
     return weighted_mean(
         tokens,
-        token_loss.where(kept, 0.0),
+        token_loss,
         num_tokens=num_tokens,
         masked=(tokens.counts & ~kept).sum(),
         clamped=num_beyond(log_ratio),
@@ -45,7 +46,10 @@ def m2po_loss(
 
 
 def _within_budget(log_ratio: Tensor, counts: Tensor, sequence: Tensor, budget: float) -> Tensor:
-    """[T] bool: the tokens of each completion with the smallest squares whose mean is in the budget."""
+    """[T] bool: the tokens of each completion with the smallest squares whose mean is in the budget.
+
+    NaN is never beyond it: masking it would hide it, and the update would be made.
+    """
     # Running sums over all completions are differenced: in float64 they keep enough digits.
     square = log_ratio.double().square()
     group = sequence.where(counts, len(sequence))
@@ -55,5 +59,5 @@ def _within_budget(log_ratio: Tensor, counts: Tensor, sequence: Tensor, budget: 
     start = torch.searchsorted(group, group)
     before = torch.cat([total.new_zeros(1), total])[start]
     num = torch.arange(1, len(order) + 1, device=order.device) - start
-    kept = ((total - before) / num <= budget) | (num == 1)
+    kept = ~((total - before) / num > budget) | (num == 1)
     return torch.empty_like(counts).scatter(0, order, kept) & counts

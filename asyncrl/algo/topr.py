@@ -11,8 +11,11 @@ with it the push. It holds mu already: the config refuses a correction's weight 
 | region                        | gradient in log pi_theta(t)    | counted as         |
 |-------------------------------|--------------------------------|--------------------|
 | A > 0                         | -A                             |                    |
-| A < 0, pi(y) / mu(y) > cap    | -cap A                         | ratio/clipped_high |
+| A < 0, pi(y) / mu(y) > cap    | -cap A                         | ratio/capped       |
 | A < 0, otherwise              | -A pi(y) / mu(y)               |                    |
+
+A cap of 1 acts on about half of the bad completions even where the policies agree: ratio/capped says
+where the ratio lies, not that an update went too far.
 
 Guards: guards.py; the summed log-ratio is clamped to +-20. Default: cap 1 (the paper's [0, 1]).
 
@@ -45,6 +48,6 @@ def topr_loss(
         tokens,
         -weight * tokens.advantages * tokens.logprobs,
         num_tokens=num_tokens,
-        clipped_high=(negative & (ratio > cap)).sum(),
+        capped=(negative & (ratio > cap)).sum(),
         clamped=num_beyond(log_ratio.where(tokens.counts, 0.0)),
     )

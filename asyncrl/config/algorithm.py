@@ -88,7 +88,7 @@ def _dppo_threshold(values: dict[str, Any]) -> float:
 
 
 class DppoLoss(Section):
-    """Tokens silenced by how much probability they moved."""
+    """Tokens silenced by how much probability they moved; no correction unless anchor="proximal"."""
 
     kind: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = "tv"
@@ -105,14 +105,14 @@ class DppoLoss(Section):
 
 
 class ToprLoss(Section):
-    """Imitate the good completions; push the bad ones by their capped ratio."""
+    """Imitate the good completions; push the bad ones by their capped ratio; no correction."""
 
     kind: Literal["topr"] = "topr"
     cap: float = Field(1.0, gt=0.0)
 
 
 class M2poLoss(Section):
-    """The ratio to mu, its largest log-ratios masked by a budget on their second moment."""
+    """The ratio to mu, its largest log-ratios masked by their second moment; no correction."""
 
     kind: Literal["m2po"] = "m2po"
     budget: float = Field(0.04, gt=0.0)
@@ -120,7 +120,7 @@ class M2poLoss(Section):
 
 
 class SquaredLogRatioLoss(Section):
-    """-A log pi and a quadratic pull to mu; no ratio."""
+    """-A log pi and a quadratic pull to mu; no ratio, no correction."""
 
     kind: Literal["squared_log_ratio"] = "squared_log_ratio"
     beta: float = Field(0.1, gt=0.0)

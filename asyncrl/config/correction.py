@@ -35,7 +35,14 @@ class CorrectionConfig(Section):
         "none", "token_tis", "token_tis_two_sided", "sequence_tis", "icepop", "geometric", "k3",
         "opsm", "veto",
     ] = "token_tis"  # fmt: skip
-    """Sets all keys below to a named correction; each may be given beside it."""
+    """Sets all keys below to a named correction; each may be given beside it, and then replaces its own.
+    none: weight 1, for losses that hold mu themselves
+    token_tis: token weights, cut down to 2; token_tis_two_sided: kept within 0.5..5
+    sequence_tis: one weight a completion, cut down to 2; for short completions
+    icepop: token weights; tokens outside 0.5..5 train nothing
+    geometric, k3: token_tis, and completions that are too far off on average train nothing
+    opsm: token_tis, and bad completions that became much less likely train nothing
+    veto: token_tis, and completions with a single absurd ratio train nothing"""
 
     weight: Literal["none", "token", "sequence"] = "none"
     """Level of the importance weight pi_prox / mu."""
@@ -73,6 +80,13 @@ class CorrectionConfig(Section):
         if given.get("weight") == "none":  # the named bounds go with the weight that they bounded
             named.pop("low", None), named.pop("cap", None)
         return named | given
+
+    @property
+    def implied(self) -> frozenset[str]:
+        """Keys as `kind` alone sets them. Printed, they would outvote a `kind` changed later."""
+        named = CorrectionConfig(kind=self.kind)
+        keys = type(self).model_fields.keys() - {"kind"}
+        return frozenset(key for key in keys if getattr(self, key) == getattr(named, key))
 
     def refusals(self) -> Iterator[str]:
         """Why these settings may not stand together; nothing if they may."""

@@ -9,3 +9,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @property
+    def implied(self) -> frozenset[str]:
+        """Keys whose values follow from others; a printed config shows them as comments."""
+        return frozenset()

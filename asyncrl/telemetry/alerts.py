@@ -105,9 +105,16 @@ ALERTS: tuple[Alert, ...] = (
         "updates overshoot the clip: lower optimizer.learning_rate or algorithm.num_minibatches",
     ),
     Alert(
-        "entropy_collapse", "policy/entropy_ratio", "below", 0.5, 1,
-        "the policy lost half of its entropy within five steps: lower optimizer.learning_rate, raise "
-        "algorithm.loss.clip_high, or add algorithm.entropy_bonus",
+        "clipped_low", "ratio/clipped_low", "above", 0.2, 3,
+        "updates overshoot the clip on the way down: lower optimizer.learning_rate or "
+        "algorithm.num_minibatches",
+    ),
+    # Three steps: near its end a run measures few tokens, and their entropy halves by chance.
+    Alert(
+        "entropy_collapse", "policy/entropy_ratio", "below", 0.5, 3,
+        "the policy lost half of its entropy within five steps: as it should while reward/mean nears "
+        "its maximum; else lower optimizer.learning_rate, raise algorithm.loss.clip_high, or add "
+        "algorithm.entropy_bonus",
     ),
     Alert(
         "gradient_spike", "optimizer/grad_norm_ratio", "above", 5.0, 1,

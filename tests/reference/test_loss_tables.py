@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_what_was_masked_or_capped_is_counted(kind):
     settings, tokens, name, count = {
         "dppo": (TV, [near_mu(0.75, 0.5, 1), near_mu(0.25, 0.5, -1)], "ratio/masked", 2),
         "m2po": ({"budget": 0.04}, [near_mu(0.5, 0.2, 1)] * 3, "ratio/masked", 2),
-        "topr": ({"cap": 1.0}, [near_mu(0.5, 0.2, -1)], "ratio/clipped_high", 1),
+        "topr": ({"cap": 1.0}, [near_mu(0.5, 0.2, -1)], "ratio/capped", 1),
         "cispo": (CISPO, [near_prox(6, 1), near_prox(6, 0)], "ratio/clipped_high", 2),
     }[kind]
     unreadable = Token(-1, -1, math.nan, -1, True)
@@ -115,6 +116,15 @@ def test_what_was_masked_or_capped_is_counted(kind):
     _, sums = LOSSES[kind](batch_of([*tokens, unreadable, hole]), num_tokens=9, **settings)
     assert sums[name].item() == count
     assert sums["mismatch/nonfinite"].item() == 1
+
+
+def test_topr_at_equal_policies_clips_nothing():
+    # Half of the bad completions lie above a ratio of 1 by a rounding: no sign of a step too large.
+    tokens = [near_mu(0.5 + 1e-7, 0.5, -1), near_mu(0.5 - 1e-7, 0.5, -1)]
+    tokens = [replace(token, sequence=i) for i, token in enumerate(tokens)]
+    _, sums = LOSSES["topr"](batch_of(tokens), num_tokens=2, cap=1.0)
+    assert sums["ratio/capped"].item() == 1
+    assert "ratio/clipped_high" not in sums
 
 
 def random_batch(seed=0, *, current_is_proximal=False):

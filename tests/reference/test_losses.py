@@ -157,6 +157,20 @@ def test_an_empty_mask_gives_zero_with_a_graph(kind, settings_, num_holes):
 
 
 @every_loss
+@pytest.mark.parametrize("field", ["logprobs", "advantages"])
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_a_nan_of_the_learner_is_never_hidden_by_a_mask(kind, settings_, field, place):
+    tokens = [Token(-1.0, -1.0, -1.0 - 0.1 * i, 1.0, True, i // 3) for i in range(5)]
+    batch = batch_of(tokens)
+    values = getattr(batch, field).detach().clone()
+    values[place] = math.nan
+    batch = batch._replace(**{field: values.requires_grad_(field == "logprobs")})
+    loss, sums = LOSSES[kind](batch, num_tokens=5, **settings_)
+    assert math.isnan(loss.item())
+    assert math.isnan(sums["loss/policy"].item())
+
+
+@every_loss
 def test_zero_counted_tokens_are_refused(kind, settings_):
     # F016.
     with pytest.raises(ValueError, match="num_tokens"):

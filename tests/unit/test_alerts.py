@@ -59,7 +59,8 @@ def test_a_healthy_step_alerts_to_nothing_and_a_collapse_to_several():
         "mismatch/k3": 1e-3, "mismatch/k3@0": 1e-4, "mismatch/exp_abs": 1.02, "mismatch/chi2": 0.03,
         "correction/ess": 0.97, "correction/weight": 1.0, "correction/truncated": 0.001,
         "correction/dropped": 0.0, "mismatch/nonfinite": 0.0, "mismatch/clamped": 0.0,
-        "ratio/clipped_high": 0.01, "policy/entropy_ratio": 0.9, "optimizer/grad_norm_ratio": 1.2,
+        "ratio/clipped_high": 0.01, "ratio/clipped_low": 0.01, "policy/entropy_ratio": 0.9,
+        "optimizer/grad_norm_ratio": 1.2,
         "optimizer/grad_cosine": 0.02, "groups/frac_mixed": 0.5, "staleness/engine_mismatch": 0.0,
     }  # fmt: skip
     assert {alert.metric for alert in ALERTS} <= healthy.keys()
@@ -72,6 +73,20 @@ def test_a_healthy_step_alerts_to_nothing_and_a_collapse_to_several():
     on = [{alert.name for alert in watch.step(collapse)[0]} for _ in range(3)]
     assert on[0] == {"gradient_spike"}
     assert on[2] == on[0] | {"mismatch_critical", "divergence", "effective_sample"}
+
+
+def test_an_entropy_that_halves_by_chance_in_two_steps_is_no_collapse():
+    watch = Watch()
+    steps = [{"policy/entropy_ratio": ratio} for ratio in (0.2, 0.3, 0.9, 0.4, 0.4, 0.4)]
+    on = [names_on for names_on, _ in names(watch, *steps)]
+    assert on == ["", "", "", "", "", "entropy_collapse"]
+
+
+def test_tokens_clipped_on_the_way_down_alert_like_those_on_the_way_up():
+    for side in ("high", "low"):
+        steps = [{f"ratio/clipped_{side}": 0.3}] * 3
+        began = [new for _, new in names(Watch(), *steps)]
+        assert began == ["", "", {"high": "clipped", "low": "clipped_low"}[side]]
 
 
 @given(values=st.lists(st.sampled_from([0.0, 0.2]), max_size=30))

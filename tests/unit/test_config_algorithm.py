@@ -1,6 +1,7 @@
 """The section `algorithm`: names as in the code, and what may not stand together."""
 
 import inspect
+import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -204,3 +205,29 @@ def test_a_weight_and_a_rejection_that_do_different_jobs_are_allowed(
     file: Path, settings: str
 ) -> None:
     read_config(file, [f"algorithm.correction.{item}" for item in settings.split()])
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_a_kind_changed_in_a_printed_config_is_what_then_corrects(file: Path, kind: str) -> None:
+    # Printed keys of the old kind must not outvote the new one.
+    printed = file.with_name("printed.toml")
+    text = to_toml(read_config(file))
+    assert text.count('kind = "token_tis"') == 1
+    assert "# cap = 2.0" in text
+    printed.write_text(text.replace('kind = "token_tis"', f'kind = "{kind}"'))
+    overrides = [f"algorithm.correction.kind={kind}"]
+    assert read_config(printed) == read_config(file, overrides)
+
+
+def test_a_key_given_beside_a_kind_is_printed_as_one(file: Path) -> None:
+    config = read_config(file, ["algorithm.correction.cap=4", "algorithm.correction.veto=true"])
+    lines = to_toml(config).splitlines()
+    assert {"cap = 4.0", "veto = true", '# weight = "token"'} <= set(lines)
+
+
+def test_a_printed_config_lists_every_loss_and_correction_with_its_meaning(file: Path) -> None:
+    text = to_toml(read_config(file))
+    for kind in LOSS_KINDS:
+        assert re.search(rf"^#   {kind}: \w*.{{20}}", text, re.MULTILINE), kind
+    for kind in CORRECTIONS:
+        assert re.search(rf"^# (\w+[,:;] .*)?{kind}[:,]", text, re.MULTILINE), kind
