@@ -1,16 +1,24 @@
 """Where records go: JSON lines always, Weights & Biases if asked.
 
-The JSON-lines files of the run folder are the record; W&B is a view of it. W&B runs on a thread behind
-a bounded queue: a slow or dead network never slows a step, and rows that did not fit are counted.
+The JSON-lines files of the run folder are the record; W&B is a view of it. Its client runs in a process of
+its own (wandb_process.py) behind a bounded queue: a slow or dead network never slows a step nor delays the
+end by more than 20 s, and rows that did not fit are counted.
 """
 
 import json
 import logging
+import os
 import queue
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from asyncrl.family import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +77,7 @@ def set_later_aside(path: Path, *, key: str, limit: int) -> int:
 
 
 class WandbSink:
-    """Forwards records to one W&B run from a thread of its own."""
+    """Forwards records to one W&B run, through a thread and a process of their own."""
 
     def __init__(
         self,
@@ -81,43 +89,53 @@ class WandbSink:
         config: Mapping[str, Any],
         folder: Path,
     ) -> None:
-        self._settings: dict[str, Any] = {
+        settings = {
             "mode": mode, "project": project, "name": name, "id": run_id, "config": dict(config),
             "dir": str(folder), "resume": "allow",
         }  # fmt: skip
         self._rows: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_QUEUE_ROWS)
         self.num_dropped = 0
-        self._thread = threading.Thread(target=self._forward, name="wandb", daemon=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.telemetry.wandb_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # its messages go to stderr, the learner's log
+            text=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+        self._thread = threading.Thread(
+            target=self._forward, args=(settings,), name="wandb", daemon=True
+        )
         self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Queue `record`; a full queue drops it, counts it, and training goes on."""
-        row = {k: ", ".join(v) if isinstance(v, list) else v for k, v in record.items()}
         try:
-            self._rows.put_nowait(row)
+            self._rows.put_nowait(dict(record))
         except queue.Full:
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Let the thread finish what is queued, for at most 20 s."""
+        """Let the client finish what is queued, for at most 20 s; then it is killed."""
+        deadline_s = time.monotonic() + _CLOSE_S
         try:
             self._rows.put(None, timeout=1.0)
-        except queue.Full:
+            self._process.wait(deadline_s - time.monotonic())
+        except (queue.Full, subprocess.TimeoutExpired):
             log.warning("W&B is too slow: rows are left behind (metrics.jsonl has them all)")
-        self._thread.join(_CLOSE_S)
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()
         if self.num_dropped:
             log.warning("%d rows did not reach W&B; metrics.jsonl has them all", self.num_dropped)
 
-    def _forward(self) -> None:
-        import wandb  # the one place that needs it; importing takes a second
-
+    def _forward(self, settings: Mapping[str, Any]) -> None:
+        """The thread: it may wait for the client's pipe, which training must not."""
+        assert self._process.stdin is not None
         try:
-            run = wandb.init(**self._settings)
-            run.define_metric("step")
-            run.define_metric("*", step_metric="step")
-            run.define_metric("eval/*", step_metric="eval/version")
-            while (row := self._rows.get()) is not None:
-                run.log(dict(row))
-            run.finish()
-        except (wandb.Error, OSError) as error:
-            log.warning("W&B is off from here on: %s", error)
+            with self._process.stdin as pipe:
+                pipe.write(json.dumps(settings) + "\n")
+                while (row := self._rows.get()) is not None:
+                    pipe.write(json.dumps(row) + "\n")
+                    pipe.flush()
+        except OSError as error:
+            log.warning("W&B is off from here on (see the log above): %s", error)
