@@ -1,8 +1,8 @@
 """Where records go: JSON lines always, Weights & Biases if asked.
 
-The JSON-lines files of the run folder are the record; W&B is a view of it. Its client runs in a process of
-its own (wandb_process.py) behind a bounded queue: a slow or dead network never slows a step nor delays the
-end by more than 20 s, and rows that did not fit are counted.
+The JSON-lines files of the run folder are the record; W&B is a view of it. Its client runs in a process
+of its own (wandb_process.py) behind a bounded queue: a slow or dead network never slows a step nor delays
+the end by more than 20 s, and rows that did not fit are counted.
 """
 
 import json
