@@ -32,14 +32,18 @@ def evaluate(
     constant: int = 7,
     prompts: list[int] | None = None,
     tis_cap: float | None = None,
+    weights: list[float] | None = None,
 ) -> tuple[float, list[float], float]:
-    """Loss of one whole update, its derivative in each token's logprob, and the sum of |terms|."""
+    """Loss of one whole update, its derivative in each token's logprob, and the sum of |terms|.
+
+    Behaviour weights are min(C, prox / mu) with C = `tis_cap`, or `weights` token by token.
+    """
     shares = _shares(tokens, aggregation, constant, prompts)
     loss, magnitude, gradient = 0.0, 0.0, [0.0] * len(tokens)
     for t, token in enumerate(tokens):
         if not token.counts:
             continue
-        factor = shares[t] * _tis(token, tis_cap)
+        factor = shares[t] * (_tis(token, tis_cap) if weights is None else weights[t])
         siblings = [other for other in tokens if other.counts and other.sequence == token.sequence]
         if kind == "gspo" and not settings["token_level"]:
             value, slope = _gspo_sequence(token, siblings, settings)

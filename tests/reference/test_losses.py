@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algo import AGGREGATIONS, LOSSES
-from tests.reference import scalar_loss
+from asyncrl.algo.corrections import correct
+from asyncrl.config.correction import CORRECTIONS
+from tests.reference import scalar_corrections, scalar_loss
 from tests.reference.batches import batch_of, completions, num_trained, scales
+from tests.reference.scalar_corrections import Rules, Sampled
 from tests.reference.scalar_loss import Token
 
 PPO = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
@@ -76,6 +79,43 @@ def test_value_and_gradient_equal_the_scalar_loop(kind, settings_, aggregation, 
     assert found[2]["loss/policy"].item() == pytest.approx(found[0] * num_tokens, rel=1e-12)
     refused = sum(t.trained and not math.isfinite(t.behaviour) for t in tokens)
     assert found[2]["mismatch/nonfinite"].item() == refused
+
+
+@every_loss
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_loss_with_every_named_correction_equals_the_scalar_loops(
+    kind, settings_, correction
+):
+    """Also pairs that the configuration refuses: the functions do not know each other."""
+    asked = {name: value for name, value in CORRECTIONS[correction].items() if value}
+    for seed in range(6):
+        tokens = random_tokens(seed, spread=0.4)
+        weights = slow_weights(tokens, Rules(**asked))
+        for aggregation in AGGREGATIONS:
+            expected = scalar_loss.evaluate(
+                kind, tokens, settings=settings_, aggregation=aggregation, prompts=PROMPTS,
+                weights=weights,
+            )  # fmt: skip
+            batch = batch_of(tokens, scale=scales(tokens, aggregation, prompts=PROMPTS))
+            batch = batch._replace(behaviour_weights=correct(batch, **asked).weights)
+            loss, sums = LOSSES[kind](batch, num_tokens=num_trained(tokens), **settings_)
+            loss.backward()
+            found = loss.item(), batch.logprobs.grad.tolist(), sums
+            assert_equals_reference(found, expected, tolerance=1e-9)
+
+
+def slow_weights(tokens, rules):
+    """The scalar correction, completion by completion."""
+    found = [0.0] * len(tokens)
+    for sequence in {token.sequence for token in tokens}:
+        where = [t for t, token in enumerate(tokens) if token.sequence == sequence]
+        sampled = [
+            Sampled(tokens[t].proximal, tokens[t].behaviour, tokens[t].trained, tokens[t].advantage)
+            for t in where
+        ]
+        for t, weight in zip(where, scalar_corrections.weights(sampled, rules), strict=True):
+            found[t] = weight
+    return found
 
 
 def random_tokens(seed, *, spread):
