@@ -10,7 +10,8 @@ seeded, temperature 1, with the log-prob of every sampled token.
 | case     | measures, per N                                                                        |
 |----------|----------------------------------------------------------------------------------------|
 | plain    | `LLM.generate(logprobs=0, flat_logprobs)`: all N at once, wall time of the call         |
-| unseeded | the same without seeds                                                                  |
+| both     | one engine, driven in turns by our loop and as `LLM.generate` drives it (add_request,   |
+|          | step): A, B, A, B on the same graphs and the same host                                  |
 | engine   | `VllmEngine`: submit all, `step` until none is left                                     |
 | keep, recompute | adoptions every `--every` steps while N decode: seconds of `adopt` (p50, p95), and  |
 |          | the wall time that each adds to the whole run, re-prefill included                      |
@@ -30,23 +31,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from analysis.random_models import SHAPES, SMALLEST_VOCABULARY, make_model, random_weights
+from analysis.plain_vllm import GROUP_SIZE, drain_plain, prompts, start_plain
+from analysis.random_models import SHAPES, make_model, random_weights
 from asyncrl.config import VllmEngineConfig
 from asyncrl.generator.engine import Engine, SampleRequest
 from asyncrl.generator.engines import prepare_vllm
-from asyncrl.generator.model_facts import describe_model
 from asyncrl.telemetry.provenance import provenance
 
 Row = dict[str, Any]
 
-GROUP_SIZE = 8
-CASES = ("plain", "engine", "unseeded", "keep", "recompute")
+
+CASES = ("plain", "engine", "both", "keep", "recompute")
 
 
 def main() -> None:
@@ -135,8 +137,8 @@ def run_case(options: argparse.Namespace) -> None:
     )
     prepare_vllm()
     began = time.monotonic()
-    if case in ("plain", "unseeded"):
-        generate = start_plain(path, config, more, options, seeded=case == "plain")
+    if case == "plain":
+        generate = start_plain(path, config, more, options)
         start_s = time.monotonic() - began
         measure(generate, options, record)
         return
@@ -144,8 +146,14 @@ def run_case(options: argparse.Namespace) -> None:
 
     engine = VllmEngine(path, config, more_arguments=more)
     start_s = time.monotonic() - began
+    ours = partial(drain, engine, options=options)
     if case == "engine":
-        measure(lambda num, tokens: drain(engine, num, tokens, options), options, record)
+        measure(ours, options, record)
+    elif case == "both":
+        plain = partial(drain_plain, engine, options=options)
+        for _ in range(2):
+            measure(ours, options, lambda row: record({"driver": "ours"} | row))
+            measure(plain, options, lambda row: record({"driver": "plain"} | row))
     else:
         for source, tensors in sources(path, options.sources).items():
             engine.adopt(engine.version + 1, tensors.items())  # the first one warms up
@@ -175,41 +183,6 @@ def measure(
         profile = cProfile.Profile()
         profile.runcall(generate, max(options.num), options.tokens)
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
-
-
-def prompts(num: int, options: argparse.Namespace) -> list[np.ndarray]:
-    """One prompt for every GROUP_SIZE completions."""
-    rng = np.random.default_rng(num)
-    shape = (-(-num // GROUP_SIZE), options.prompt_tokens)
-    return list(rng.integers(0, SMALLEST_VOCABULARY, shape).astype(np.int32))
-
-
-def start_plain(
-    path: str, config: VllmEngineConfig, more: Row, options: argparse.Namespace, *, seeded: bool
-) -> Callable[[int, int], float]:
-    """`LLM.generate` with the engine's own arguments; gives seconds for (completions, tokens)."""
-    from vllm import LLM
-
-    from asyncrl.generator.vllm_compat import engine_arguments, sampling_params
-
-    llm = LLM(**engine_arguments(path, config, describe_model(path)) | more)
-
-    def generate(num: int, tokens: int) -> float:
-        params, asked = [], []
-        for i, prompt in enumerate(np.repeat(prompts(num, options), GROUP_SIZE, axis=0)[:num]):
-            one = sampling_params(
-                temperature=1.0, top_p=1.0, top_k=0, seed=i, max_tokens=tokens, stop_tokens=()
-            )
-            one.seed = i if seeded else None
-            params.append(one)
-            asked.append({"prompt_token_ids": prompt.tolist()})
-        began = time.perf_counter()
-        outputs = llm.generate(asked, params, use_tqdm=False)
-        seconds = time.perf_counter() - began
-        assert sum(len(o.outputs[0].logprobs) for o in outputs) == num * tokens
-        return seconds
-
-    return generate
 
 
 def submit(engine: Engine, num: int, tokens: int, options: argparse.Namespace) -> None:
@@ -281,7 +254,7 @@ def table(cases: list[Row]) -> str:
     ]
     for case in cases:
         for row in case["rows"]:
-            where = f"{case['shape']:6} {case['case']:9}"
+            where = f"{case['shape']:6} {row.get('driver', case['case']):9}"
             if "tokens_per_s" in row:
                 lines.append(
                     f"{where} {row['num']:5} {row['tokens_per_s']:8.0f} {row['best']:8.0f} "

@@ -50,6 +50,15 @@ def start_engine(kind, path):
         return make_engine(str(path), config)
 
 
+def keep_weights_unpacked(patch):
+    """What vLLM does on a GPU, linear layers that read their parameters; on a CPU they are packed.
+
+    Must hold as long as the engine lives: layers are packed at every layerwise load.
+    """
+    prepare_vllm()
+    patch.setattr(importlib.import_module("vllm._custom_ops"), "_supports_onednn", False)
+
+
 def keep_async_scheduling(patch):
     """What vLLM does on a GPU, one batch always on its way; on a CPU it is only switched off."""
     prepare_vllm()

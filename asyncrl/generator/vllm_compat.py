@@ -8,9 +8,8 @@
 | abort   | engine_core.abort_requests                                                               |
 | pause   | sleep(level=0, mode="keep"), then get_output until no batch is in flight                 |
 | resume  | wake_up(tags=["scheduling"])                                                             |
-| reload  | collective_rpc("reload_weights", weights_iterator): layer by layer into the same storage |
+| reload  | collective_rpc("reload_weights") or apply_model(load_weights): see vllm_reload.py        |
 | recompute | reset_prefix_cache(reset_running_requests=True), its result checked                    |
-| (CPU)   | apply_model: packs the tied head again, which reload_weights leaves as it was            |
 | close   | engine_core.shutdown                                                                     |
 
 `poll` reads the engine core's outputs instead of `LLMEngine.step`, which makes three objects a
@@ -20,17 +19,14 @@ output is `request_id`, `new_token_ids`, `new_logprobs.logprobs`, `new_prompt_lo
 `finish_reason`, the same in 0.26, 0.32 and 0.33.
 """
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import vllm
-from torch import nn
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.inputs import tokens_input
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
@@ -39,7 +35,8 @@ from asyncrl.config import VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightMismatchError
 from asyncrl.generator.hf_model import choose_device, choose_dtype
 from asyncrl.generator.model_facts import ModelFacts
-from asyncrl.generator.vllm_worker import EXTENSION, shared_file
+from asyncrl.generator.vllm_reload import Reloader
+from asyncrl.generator.vllm_worker import EXTENSION
 
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -50,8 +47,6 @@ CPU_BLOCK_TOKENS = 32
 MIN_CPU_CACHE_BYTES = 2**26
 CPU_PREFILL_TOKENS = 4096
 """Prompt tokens of one step; vLLM's own choice for a CPU."""
-
-RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 def check_version(version: str = vllm.__version__) -> None:
@@ -167,8 +162,7 @@ class Core:
             )
         except (ValueError, RuntimeError, OSError, ImportError, KeyError, AssertionError) as error:
             raise ConfigError(explain_start_failure(arguments["model"], error)) from error
-        # It warns at every reload of layers that have no weights of their own.
-        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
+        self._reloader = Reloader(self._llm)
         self._client = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
         self._max_batches = self._llm.vllm_config.max_concurrent_batches
@@ -206,16 +200,7 @@ class Core:
 
     def reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load a whole checkpoint, names as on disk, into the running model; only while paused."""
-        if self._llm.vllm_config.parallel_config.world_size > 1:
-            with shared_file(tensors) as (path, specs):
-                self._llm.collective_rpc("reload_from_file", args=(path, specs))
-        else:
-            iterator = iter(tensors.items())
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the caller may now overwrite what it offered
-        if current_platform.is_cpu():
-            self._llm.apply_model(repack_heads)
+        self._reloader.load(tensors)
 
     def recompute(self) -> None:
         """Throw every cached block away; running requests are prefilled again. Only while paused.
@@ -231,13 +216,6 @@ class Core:
     def close(self) -> None:
         """Free the engine's memory."""
         self._client.shutdown()
-
-
-def repack_heads(model: nn.Module) -> None:
-    """On a CPU the head computes with a packed copy; reloading renews it only if it is not tied."""
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
 
 
 _ADVICE = (

@@ -106,8 +106,8 @@ def test_the_tied_head_that_vllm_leaves_stale_on_a_cpu_is_caught(
     engine = start_engine("vllm-keep", path)
     canary = start_canary(engine, learner, versions)
     expected = learner_logprobs(learner, versions[1])
-    compat = pytest.importorskip("asyncrl.generator.vllm_compat")
-    monkeypatch.setattr(compat, "repack_heads", lambda model: None)
+    reload = pytest.importorskip("asyncrl.generator.vllm_reload")
+    monkeypatch.setattr(reload, "repack_heads", lambda model: None)
     engine.adopt(1, versions[1].items())
     with pytest.raises(WeightMismatchError, match="left stale"):
         canary.check(1, engine.score(TOKENS), expected)

@@ -1,0 +1,133 @@
+"""New weights into a running vLLM model: straight into its parameters where that is proved right.
+
+| way         | vLLM                                               | price                               |
+|-------------|----------------------------------------------------|-------------------------------------|
+| layerwise   | the worker's reload_weights(weights_iterator):     | each layer is rebuilt from the meta |
+|             | right for every model, quantization and layout     | device: 130 ms for 30 layers (H200, |
+|             |                                                    | 0.26), nearly all on the host       |
+| direct      | apply_model: the model's own load_weights copies   | the copies                          |
+|             | into the parameters that are there                 |                                     |
+| shared file | layerwise in every worker of a parallel engine     | a copy to shared memory besides     |
+
+Invariant: what `load` leaves is what the layerwise way would leave. Direct is used only for a dense,
+unquantized model in one worker, and only after a trial on the first load. The tensors are loaded
+layerwise, then negated and directly, then as they are and directly. The second must have turned the
+sign of every element of every parameter, the third must give back every bit of the first. A loader
+that skips, repacks, moves or fails does not pass.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from vllm import LLMEngine
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
+
+from asyncrl.generator.vllm_worker import shared_file
+
+log = logging.getLogger(__name__)
+
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+
+Fingerprint = tuple[int, int]
+"""Two sums over a tensor's bytes: plain, and each byte weighed by its place, so that moves show."""
+
+_CHUNK = 2**22
+_PRIME = 65521
+
+_LOAD_ERRORS = (
+    AttributeError, AssertionError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What a load_weights that is not made for a loaded model was seen to raise, and its like."""
+
+
+class Reloader:
+    """Loads whole checkpoints into one engine's model; only while it is paused."""
+
+    def __init__(self, llm: LLMEngine) -> None:
+        """Nothing is loaded yet."""
+        # It warns at every reload of layers that have no weights of their own.
+        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
+        self._llm = llm
+        config = llm.vllm_config
+        self._is_parallel = config.parallel_config.world_size > 1
+        model = config.model_config
+        simple = not (self._is_parallel or model.quantization or model.is_moe or model.use_mla)
+        self.direct: bool | None = None if simple else False
+        """Whether loads are direct; None before the first."""
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load tensors under their names on disk; nothing of them is kept."""
+        if self._is_parallel:
+            with shared_file(tensors) as (path, specs):
+                self._llm.collective_rpc("reload_from_file", args=(path, specs))
+        elif self.direct:
+            self._load_direct(tensors.items())
+        else:
+            self._load_layerwise(tensors)
+            if self.direct is None and not self._try_direct(tensors):
+                self._load_layerwise(tensors)
+        if current_platform.is_cpu():
+            self._llm.apply_model(repack_heads)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the caller may now overwrite what it offered
+
+    def _load_layerwise(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        iterator = iter(tensors.items())
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+
+    def _load_direct(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        # load_weights gives the set of what it loaded: no use to anybody here.
+        self._llm.apply_model(lambda model: model.load_weights(tensors) and None)
+
+    def _try_direct(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """After a layerwise load of `tensors`: whether direct loads do the same, then done too."""
+        if not all(values.is_floating_point() for values in tensors.values()):
+            self.direct = False
+            return False
+        [right] = self._llm.apply_model(fingerprints)
+        [turned] = self._llm.apply_model(negated_fingerprints)
+        try:
+            self._load_direct((name, 0 - values) for name, values in tensors.items())
+            [negated] = self._llm.apply_model(fingerprints)
+            self._load_direct(tensors.items())
+        except _LOAD_ERRORS as error:
+            log.info("weights are adopted layer by layer: direct loading raised %r", error)
+            self.direct = False
+            return False
+        [found] = self._llm.apply_model(fingerprints)
+        self.direct = found == right and turned.items() <= negated.items()
+        log.info("weights are adopted %s", "directly" if self.direct else "layer by layer")
+        return self.direct
+
+
+def repack_heads(model: nn.Module) -> None:
+    """On a CPU the head computes with a packed copy; reloading renews it only if it is not tied."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def fingerprints(model: nn.Module) -> dict[str, Fingerprint]:
+    """Of every parameter and buffer."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: _fingerprint(tensor, negate=False) for name, tensor in named}
+
+
+def negated_fingerprints(model: nn.Module) -> dict[str, Fingerprint]:
+    """What `fingerprints` would be of the parameters with their signs turned."""
+    return {name: _fingerprint(value, negate=True) for name, value in model.named_parameters()}
+
+
+def _fingerprint(tensor: torch.Tensor, *, negate: bool) -> Fingerprint:
+    plain = placed = 0
+    for chunk in tensor.detach().reshape(-1).split(_CHUNK):
+        # Not -chunk: a zero keeps its sign so.
+        values = (0 - chunk if negate else chunk).view(torch.uint8).long()
+        places = torch.arange(len(values), device=values.device) % _PRIME + 1
+        plain += int(values.sum())
+        placed = placed * 3 + int((values * places).sum())
+    return plain, placed
