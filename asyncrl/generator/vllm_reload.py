@@ -25,6 +25,7 @@ from vllm import LLMEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.vllm_worker import shared_file
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,11 @@ class Reloader:
         """Whether loads are direct; None before the first."""
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load tensors under their names on disk; nothing of them is kept."""
+        """Load tensors under their names on disk; nothing of them is kept.
+
+        Raises:
+            WeightMismatchError: the trial did damage that a reload does not repair; the model is lost.
+        """
         if self._is_parallel:
             with shared_file(tensors) as (path, specs):
                 self._llm.collective_rpc("reload_from_file", args=(path, specs))
@@ -68,8 +73,8 @@ class Reloader:
             self._load_direct(tensors.items())
         else:
             self._load_layerwise(tensors)
-            if self.direct is None and not self._try_direct(tensors):
-                self._load_layerwise(tensors)
+            if self.direct is None:
+                self._choose(tensors)
         if current_platform.is_cpu():
             self._llm.apply_model(repack_heads)
         if torch.cuda.is_available():
@@ -83,25 +88,36 @@ class Reloader:
         # load_weights gives the set of what it loaded: no use to anybody here.
         self._llm.apply_model(lambda model: model.load_weights(tensors) and None)
 
-    def _try_direct(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """After a layerwise load of `tensors`: whether direct loads do the same, then done too."""
-        if not all(values.is_floating_point() for values in tensors.values()):
-            self.direct = False
-            return False
+    def _choose(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """After a layerwise load of `tensors`: set `direct`, and leave them loaded."""
         [right] = self._llm.apply_model(fingerprints)
+        self.direct = self._try_direct(tensors, right)
+        log.info("weights are adopted %s", "directly" if self.direct else "layer by layer")
+        if not self.direct:
+            self._load_layerwise(tensors)
+            [found] = self._llm.apply_model(fingerprints)
+            if found != right:
+                raise WeightMismatchError(
+                    "vLLM's load_weights of this architecture changed more than it loads "
+                    f"({next(name for name in right if found[name] != right[name])!r}), and its "
+                    "reload did not bring it back; use engine.kind='hf' for this model.path"
+                )
+
+    def _try_direct(
+        self, tensors: Mapping[str, torch.Tensor], right: dict[str, Fingerprint]
+    ) -> bool:
+        if not all(values.is_floating_point() for values in tensors.values()):
+            return False
         [turned] = self._llm.apply_model(negated_fingerprints)
         try:
             self._load_direct((name, 0 - values) for name, values in tensors.items())
             [negated] = self._llm.apply_model(fingerprints)
             self._load_direct(tensors.items())
         except _LOAD_ERRORS as error:
-            log.info("weights are adopted layer by layer: direct loading raised %r", error)
-            self.direct = False
+            log.info("loading directly raised %r", error)
             return False
         [found] = self._llm.apply_model(fingerprints)
-        self.direct = found == right and turned.items() <= negated.items()
-        log.info("weights are adopted %s", "directly" if self.direct else "layer by layer")
-        return self.direct
+        return found == right and turned.items() <= negated.items()
 
 
 def repack_heads(model: nn.Module) -> None:

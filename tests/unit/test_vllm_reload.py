@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.errors import WeightMismatchError
 from tests.engines import (
     keep_weights_unpacked,
     reference_logprobs,
@@ -101,6 +102,24 @@ def test_a_loader_that_skips_a_tensor_is_not_used_directly(models, monkeypatch, 
     monkeypatch.setattr(llama, "load_weights", load_weights)
     adopt_all(engine, versions)
     assert reloader(engine).direct is False
+    engine.close()
+
+
+def test_a_loader_that_spoils_something_else_is_found_out(models, monkeypatch):
+    path, versions = models
+    keep_weights_unpacked(monkeypatch)
+    engine = start_engine("vllm-keep", path)
+    llama = importlib.import_module("vllm.model_executor.models.llama").LlamaForCausalLM
+    original = llama.load_weights
+
+    def load_weights(self, weights):
+        if not next(self.parameters()).is_meta:
+            dict(self.named_buffers())["model.layers.0.self_attn.rotary_emb.cos_sin_cache"].mul_(2)
+        return original(self, weights)
+
+    monkeypatch.setattr(llama, "load_weights", load_weights)
+    with pytest.raises(WeightMismatchError, match=r"cos_sin_cache.*engine.kind='hf'"):
+        engine.adopt(1, published(versions[1]).items())
     engine.close()
 
 
