@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a GPU host with vLLM on PYTHONPATH. Usage: gpu_session.sh OUT STEP...
+# On a GPU host with vLLM on PYTHONPATH. Usage: gpu_run.sh OUT STEP...
 #   hf, vllm         the 135M model trained on reverse_digits(4), learner and engine on one GPU
 #   two              the same on two GPUs
 #   bench, engines   the benchmarks beside this file
