@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, PeerLostError, in_a_line
+from asyncrl.generator.engine import Engine
 from asyncrl.generator.engines import make_engine
 from asyncrl.generator.process import Generator
 from asyncrl.generator.prompts import PromptRenderer
@@ -33,14 +34,9 @@ def run(
 ) -> None:
     """Load the model, join the broker at `endpoint`, work until it says Stop."""
     engine = make_engine(config.model.path, config.engine)
-    if config.engine.max_prompt_tokens >= engine.max_context_tokens:
-        raise ConfigError(
-            f"engine.max_prompt_tokens={config.engine.max_prompt_tokens} leaves no room for a "
-            f"completion in the model's context of {engine.max_context_tokens} tokens"
-        )
-    renderer = PromptRenderer(
-        AutoTokenizer.from_pretrained(config.model.path), make_task(config.task, seed=config.seed)
-    )
+    _check_room(config, engine)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    renderer = PromptRenderer(tokenizer, make_task(config.task, seed=config.seed))
     renderer.render("train", 0)  # a template that does not fit fails before anything is started
     pool = ScoringPool(
         config.task,
@@ -50,13 +46,9 @@ def run(
         max_memory_bytes=config.scoring.max_memory_bytes,
     )
     hello = Hello(
-        role="generator",
-        name=name,
-        run_id=run_id,
-        config_digest=config.digest,
-        token=token,
+        role="generator", name=name, run_id=run_id, config_digest=config.digest, token=token,
         incarnation=incarnation,
-    )
+    )  # fmt: skip
     mailbox = Mailbox(endpoint, hello, connect_timeout_s=config.host.start_timeout_s)
     subscriber = Subscriber(
         run_id,
@@ -82,12 +74,21 @@ def run(
         log.info("stopping: %s", stop.reason)
     finally:
         error = sys.exception()
-        done = "told to stop" if error is None else in_a_line(error)
-        mailbox.close(done, failed=error is not None)
+        mailbox.close(
+            "told to stop" if error is None else in_a_line(error), failed=error is not None
+        )
         pool.close()
         subscriber.close()
         tracer.close()
         engine.close()
+
+
+def _check_room(config: RunConfig, engine: Engine) -> None:
+    if config.engine.max_prompt_tokens >= engine.max_context_tokens:
+        raise ConfigError(
+            f"engine.max_prompt_tokens={config.engine.max_prompt_tokens} leaves no room for a "
+            f"completion in the model's context of {engine.max_context_tokens} tokens"
+        )
 
 
 def mark_joined(run_dir: Path, name: str) -> None:

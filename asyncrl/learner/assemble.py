@@ -77,23 +77,16 @@ def _lead(
     optimizer: Optimizer,
 ) -> None:
     """Rank 0: the broker's peer, the publisher, the record keeper."""
-    weights = named_weights(policy.model)
-    dtype = publication_dtype(config, policy)
+    weights, dtype = named_weights(policy.model), publication_dtype(config, policy)
     transport = choose_transport(
         config.weights.transport,
         is_local=config.is_loopback,
         snapshot_bytes=snapshot_bytes(weights, dtype=dtype),
     )
     hello = Hello(
-        role="learner",
-        name="learner",
-        run_id=run_id,
-        config_digest=config.digest,
-        token=token,
-        epoch=start.epoch,
-        version=start.version,
-        cursor=start.cursor,
-    )
+        role="learner", name="learner", run_id=run_id, config_digest=config.digest, token=token,
+        epoch=start.epoch, version=start.version, cursor=start.cursor,
+    )  # fmt: skip
     mailbox = Mailbox(endpoint, hello, connect_timeout_s=config.host.start_timeout_s)
     try:
         publisher = Publisher(
@@ -106,11 +99,9 @@ def _lead(
             token=token,
         )
         recorder = Recorder(config, run_dir=run_dir, run_id=run_id, first_version=start.version)
-        trace = run_dir / "trace" / "learner.jsonl" if config.telemetry.trace else None
+        trace = run_dir / "trace/learner.jsonl" if config.telemetry.trace else None
         tracer = Tracer(trace, process="learner")
-        joined = run_dir / "joined" / "learner"
-        joined.parent.mkdir(parents=True, exist_ok=True)
-        joined.touch()
+        _mark_joined(run_dir)
         try:
             Learner(
                 config=config,
@@ -133,8 +124,14 @@ def _lead(
             publisher.close()
     finally:
         error = sys.exception()
-        done = f"{config.pipeline.num_steps} steps trained"
-        mailbox.close(done if error is None else in_a_line(error), failed=error is not None)
+        mailbox.close("trained" if error is None else in_a_line(error), failed=error is not None)
+
+
+def _mark_joined(run_dir: Path) -> None:
+    """Tell the supervisor that the learner has joined the run."""
+    path = run_dir / "joined" / "learner"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
 
 
 def _follow(
