@@ -160,7 +160,13 @@ def _learner(config: RunConfig, options: argparse.Namespace) -> int:
             run_dir=options.run_dir,
         )
 
-    return _guard("learner", options, train)
+    code = _guard("learner", options, train)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # A thread of gloo that outlives its group makes the interpreter's own end an abort.
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _generator(config: RunConfig, options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -196,3 +197,6 @@ def test_weights_sharded_over_two_ranks_are_published_whole_by_the_first(tmp_pat
 if __name__ == "__main__":
     mains = {"learner": learner_main, "generator": generator_main, "rank": rank_main}
     mains[sys.argv[1]](*sys.argv[2:])
+    sys.stdout.flush()
+    if sys.argv[1] == "rank":
+        os._exit(0)  # as asyncrl.cli: a thread of gloo may make the ordinary end an abort

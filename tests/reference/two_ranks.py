@@ -146,3 +146,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # as asyncrl.cli: a thread of gloo may make the ordinary end an abort
