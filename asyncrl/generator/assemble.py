@@ -15,6 +15,7 @@ from asyncrl.generator.prompts import PromptRenderer
 from asyncrl.tasks import make_task
 from asyncrl.tasks.scoring import ScoringPool
 from asyncrl.telemetry.trace import Tracer
+from asyncrl.weights.staging import DeviceStaging
 from asyncrl.weights.subscriber import Subscriber
 from asyncrl.wire.mailbox import Mailbox
 from asyncrl.wire.messages import Hello
@@ -55,6 +56,7 @@ def run(
         token=token,
         chunks_in_flight=config.weights.chunks_in_flight,
         timeout_s=config.weights.timeout_s,
+        staging=DeviceStaging(engine.device) if engine.device.type == "cuda" else None,
     )
     trace = run_dir / "trace" / f"{name}.jsonl" if config.telemetry.trace else None
     tracer = Tracer(trace, process=name)

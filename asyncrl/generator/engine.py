@@ -65,6 +65,10 @@ class Engine(Protocol):
         """Version of the weights that the next step samples under."""
 
     @property
+    def device(self) -> torch.device:
+        """Where `adopt` takes tensors from at no cost: they are best staged there beforehand."""
+
+    @property
     def num_unfinished(self) -> int:
         """Completions running or waiting."""
 

@@ -106,6 +106,11 @@ class HFEngine:
         return self._version
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._device
+
+    @property
     def num_unfinished(self) -> int:
         """Completions running or waiting."""
         return len(self._rows) + sum(request.num_completions for request in self._waiting)

@@ -144,6 +144,9 @@ def scoring_params() -> SamplingParams:
     )
 
 
+CPU = torch.device("cpu")
+
+
 class Core:
     """One vLLM engine in this process, driven by single scheduler steps."""
 
@@ -167,6 +170,10 @@ class Core:
         self._tasks = self._llm.get_supported_tasks()
         self._max_batches = self._llm.vllm_config.max_concurrent_batches
         self._num_added = 0
+        on_gpu = (
+            current_platform.is_cuda() and self._llm.vllm_config.parallel_config.world_size == 1
+        )
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else CPU
 
     def add(self, tokens: list[int], params: SamplingParams, *, salt: str) -> str:
         """Queue one completion; its name. Prompts share cached blocks only under the same salt."""

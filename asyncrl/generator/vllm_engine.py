@@ -114,6 +114,11 @@ class VllmEngine:
         return self._version
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is; the CPU if it is cut over several workers."""
+        return self._core.device
+
+    @property
     def num_unfinished(self) -> int:
         """Completions running or waiting, and those that the next `step` returns."""
         waiting = sum(request.num_completions for request in self._waiting)

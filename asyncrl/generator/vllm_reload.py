@@ -5,19 +5,19 @@
 | layerwise   | the worker's reload_weights(weights_iterator):     | each layer is rebuilt from the meta |
 |             | right for every model, quantization and layout     | device: 130 ms for 30 layers (H200, |
 |             |                                                    | 0.26), nearly all on the host       |
-| direct      | apply_model: the model's own load_weights copies   | the copies                          |
-|             | into the parameters that are there                 |                                     |
+| direct      | none: the copies that the model's own load_weights | the copies, started by one call     |
+|             | made once are made again (copy_plan.py)            |                                     |
 | shared file | layerwise in every worker of a parallel engine     | a copy to shared memory besides     |
 
 Invariant: what `load` leaves is what the layerwise way would leave. Direct is used only for a dense,
 unquantized model in one worker, and only after a trial on the first load. The tensors are loaded
-layerwise, then negated and directly, then as they are and directly. The second must have turned the
-sign of every element of every parameter, the third must give back every bit of the first. A loader
-that skips, repacks, moves or fails does not pass.
+layerwise; a plan is recorded; then it is carried out on their negatives and on them as they are. The
+former must have turned the sign of every element of every parameter, the latter must give back every
+bit of the first. A loader that skips, repacks, moves, computes or fails does not pass.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from asyncrl.errors import WeightMismatchError
+from asyncrl.generator.copy_plan import CopyPlan, record_copies
 from asyncrl.generator.vllm_worker import shared_file
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class Reloader:
         self.direct: bool | None = None if simple else False
         """Whether loads are direct; None before the first."""
 
+        self._plan: CopyPlan | None = None
+
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load tensors under their names on disk; nothing of them is kept.
 
@@ -69,8 +72,8 @@ class Reloader:
         if self._is_parallel:
             with shared_file(tensors) as (path, specs):
                 self._llm.collective_rpc("reload_from_file", args=(path, specs))
-        elif self.direct:
-            self._load_direct(tensors.items())
+        elif self.direct and self._plan is not None:
+            self._plan.carry_out(tensors)
         else:
             self._load_layerwise(tensors)
             if self.direct is None:
@@ -84,16 +87,13 @@ class Reloader:
         iterator = iter(tensors.items())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
 
-    def _load_direct(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        # load_weights gives the set of what it loaded: no use to anybody here.
-        self._llm.apply_model(lambda model: model.load_weights(tensors) and None)
-
     def _choose(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """After a layerwise load of `tensors`: set `direct`, and leave them loaded."""
         [right] = self._llm.apply_model(fingerprints)
         self.direct = self._try_direct(tensors, right)
         log.info("weights are adopted %s", "directly" if self.direct else "layer by layer")
         if not self.direct:
+            self._plan = None
             self._load_layerwise(tensors)
             [found] = self._llm.apply_model(fingerprints)
             if found != right:
@@ -110,9 +110,11 @@ class Reloader:
             return False
         [turned] = self._llm.apply_model(negated_fingerprints)
         try:
-            self._load_direct((name, 0 - values) for name, values in tensors.items())
+            [self._plan] = self._llm.apply_model(lambda model: record_copies(model, tensors))
+            for name, values in tensors.items():
+                self._plan.carry_out_one(name, 0 - values)
             [negated] = self._llm.apply_model(fingerprints)
-            self._load_direct(tensors.items())
+            self._plan.carry_out(tensors)
         except _LOAD_ERRORS as error:
             log.info("loading directly raised %r", error)
             return False

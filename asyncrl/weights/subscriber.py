@@ -4,7 +4,8 @@ Invariant: what `ready` returns is complete and every byte matches the announced
 then, and after any error, the generator keeps the weights it has. One thread fetches one version
 at a time; of the announcements given meanwhile only the newest is fetched next. A version that
 its publisher has retired is not an error: a newer announcement is on its way (`num_superseded`
-counts them).
+counts them). With a `DeviceStaging` the version is copied to the generator's GPU as well, by the same
+thread; its views lie there.
 
 | state of the thread | leaves it by                                                       |
 |---------------------|--------------------------------------------------------------------|
@@ -24,16 +25,23 @@ from asyncrl.weights.buffers import SHM_DIR, check_run_id
 from asyncrl.weights.fetch import ChunkFetcher, Fetched, map_snapshot
 from asyncrl.weights.handover import Handover
 from asyncrl.weights.manifest import tensor_views
+from asyncrl.weights.staging import DeviceStaging
 from asyncrl.wire.messages import Announcement
 
 _CLOSE_TIMEOUT_S = 10.0
 
 
 class StagedWeights:
-    """One verified version in this process's memory, until `release`."""
+    """One verified version in this process's memory or on its GPU, until `release`."""
 
     def __init__(
-        self, fetched: Fetched, *, start_s: float, end_s: float, on_release: Callable[[], None]
+        self,
+        fetched: Fetched,
+        *,
+        on_device: list[tuple[str, torch.Tensor]] | None,
+        start_s: float,
+        end_s: float,
+        on_release: Callable[[], None],
     ) -> None:
         self.epoch = fetched.manifest.epoch
         self.version = fetched.manifest.version
@@ -42,9 +50,12 @@ class StagedWeights:
         """When the fetch began, in seconds of time.monotonic()."""
 
         self.end_s = end_s
-        """When it was verified, same clock."""
+        """When it was verified and staged, same clock."""
 
-        self._fetched: Fetched | None = fetched
+        self._tensors: list[tuple[str, torch.Tensor]] | None = on_device
+        if on_device is None:
+            manifest = fetched.manifest
+            self._tensors = list(tensor_views(memoryview(fetched.memory), manifest.tensors))
         self._on_release = on_release
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -53,14 +64,14 @@ class StagedWeights:
         Raises:
             ValueError: the weights were released.
         """
-        if self._fetched is None:
+        if self._tensors is None:
             raise ValueError(f"the weights of version {self.version} were released")
-        return tensor_views(memoryview(self._fetched.memory), self._fetched.manifest.tensors)
+        return iter(self._tensors)
 
     def release(self) -> None:
         """Give the memory back; idempotent."""
-        if self._fetched is not None:
-            self._fetched = None
+        if self._tensors is not None:
+            self._tensors = None
             self._on_release()
 
 
@@ -76,6 +87,7 @@ class Subscriber:
         max_total_bytes: int = 2**38,
         token: str = "",
         shm_dir: Path = SHM_DIR,
+        staging: DeviceStaging | None = None,
     ) -> None:
         """Nothing is fetched before the first `start`.
 
@@ -86,6 +98,7 @@ class Subscriber:
             max_total_bytes: larger versions are refused before any memory is taken.
             token: key to present (tcp).
             shm_dir: the only directory that files are read from (shm).
+            staging: the way to the engine's GPU; None leaves weights in host memory.
 
         Raises:
             ConfigError: the run id cannot name files.
@@ -93,6 +106,7 @@ class Subscriber:
         self._run_id = check_run_id(run_id)
         self._max_total_bytes = max_total_bytes
         self._shm_dir = shm_dir
+        self._staging = staging
         self._fetcher = ChunkFetcher(
             run_id,
             token=token,
@@ -185,10 +199,10 @@ class Subscriber:
             return None if self._closing else target
 
     def _can_go_on(self) -> bool:
-        # tcp has one staging buffer: it is free once the version in it was released.
+        # tcp and the GPU have one buffer: it is free once the version in it was released.
         target = self._target
-        is_free = target is not None and (target.transport == "shm" or self._num_held == 0)
-        return self._closing or is_free
+        is_mapped = target is not None and target.transport == "shm" and self._staging is None
+        return self._closing or is_mapped or (target is not None and self._num_held == 0)
 
     def _stage(self, announcement: Announcement) -> None:
         start_s = time.monotonic()
@@ -201,6 +215,12 @@ class Subscriber:
             )
         else:
             fetched = self._fetcher.fetch(announcement)
+        on_device = None
+        if fetched is not None and self._staging is not None:
+            manifest = fetched.manifest
+            on_device = self._staging.upload(
+                memoryview(fetched.memory), manifest.tensors, manifest.total_bytes
+            )
         with self._changed:
             if fetched is None:
                 self.num_superseded += 1
@@ -209,7 +229,11 @@ class Subscriber:
                 self._staged.release()
             self._num_held += 1
             self._staged = StagedWeights(
-                fetched, start_s=start_s, end_s=time.monotonic(), on_release=self._on_release
+                fetched,
+                on_device=on_device,
+                start_s=start_s,
+                end_s=time.monotonic(),
+                on_release=self._on_release,
             )
 
     def _finish(self, outcome: Handover) -> None:
