@@ -46,7 +46,9 @@ def start_engine(kind, path):
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         if kind == "vllm-async":
             keep_async_scheduling(patch)
-        config = VllmEngineConfig(cache_policy=policy, enforce_eager=True, **common)
+        config = VllmEngineConfig(
+            cache_policy=policy, enforce_eager=True, gpu_memory_utilization=0.2, **common
+        )
         return make_engine(str(path), config)
 
 

@@ -58,7 +58,7 @@ def forward_logprobs(model, tokens):
 def start(policy="keep", **options):
     config = VllmEngineConfig(
         max_concurrent_completions=64, max_prompt_tokens=32, max_completion_tokens=TOKENS,
-        gpu_memory_utilization=0.3, cache_policy=policy, **options,
+        gpu_memory_utilization=0.15, cache_policy=policy, **options,
     )  # fmt: skip
     return make_engine(str(MODEL), config)
 
