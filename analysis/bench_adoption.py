@@ -7,13 +7,16 @@ snapshot and publishes it through the real Publisher and shared memory. This pro
 engine with N completions that all have `--tokens` tokens, always refilled, the real Subscriber beside it,
 and weights adopted between two steps as soon as they are staged.
 
-| figure                    | from                           | to                                        |
-|---------------------------|--------------------------------|-------------------------------------------|
-| stall_ms                  | last tokens of the old version | first tokens of the new one, less one     |
-|                           |                                | median step: what decoding lost           |
-| adopt_ms                  | call of `Engine.adopt`         | its return (the batch in flight included) |
-| publish_to_first_token_ms | call of `Publisher.publish`    | first tokens of the new version           |
-| snapshot_ms               | call of `Snapshotter.take`     | its return                                |
+| figure                    | is the time                                                            |
+|---------------------------|------------------------------------------------------------------------|
+| adopt_ms                  | of `Engine.adopt`: nothing is scheduled; the batch in flight is taken  |
+| gap_ms                    | between the last tokens before the call and the first of the new       |
+|                           | version, the batch in flight between them                              |
+| stall_ms                  | gap_ms less one median step for each batch that came in it: how much   |
+|                           | later than without an adoption the new tokens are                      |
+| publish_to_first_token_ms | from the call of `Publisher.publish` to the first new tokens           |
+| announced_ms, stage_ms    | of digesting; of mapping, checking and copying to the GPU              |
+| snapshot_ms               | of `Snapshotter.take`                                                  |
 
 Tokens a second with publications are compared with those of the same engine without any.
 """
@@ -68,6 +71,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     ours.send(None)
     learner.join(30)
+    print("done", flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -142,6 +146,7 @@ def measure_all(options: argparse.Namespace, path: str, pipe: Connection) -> Ite
             bench = Bench(options, engine, subscriber, pipe, num)
             yield {"staging": staging, "num": num} | bench.run()
         subscriber.close()
+    print("closing", flush=True)
     engine.close()
 
 
@@ -164,15 +169,18 @@ class Bench:
         self._next_id = 0
         self._draws = np.random.default_rng(0)
         self._version = engine.version
-        self._drained_s = 0.0
-        pause = engine._core.pause
+        self._delivered_s = 0.0
+        self._num_delivered = 0
+        poll = engine._core.poll
 
-        def timed_pause() -> list[Any]:
-            outputs: list[Any] = pause()
-            self._drained_s = time.monotonic()
+        def timed_poll() -> list[Any]:
+            outputs: list[Any] = poll()
+            if outputs:
+                self._delivered_s = time.monotonic()
+                self._num_delivered += 1
             return outputs
 
-        engine._core.pause = timed_pause
+        engine._core.poll = timed_poll
 
     def run(self) -> Row:
         """Warm up (the first adoption tries ways of loading), then with and without publications."""
@@ -234,13 +242,13 @@ class Bench:
             self._listen(facts)
             self._refill()
             self._adopt(facts)
-            started_s = time.monotonic()
+            started_s, num_delivered = self._delivered_s, self._num_delivered
             num_tokens += sum(len(c.tokens) for c in self._engine.step())
             if facts.get("adopted") and self._samples_new():
                 rows.append(self._row(facts, steps))
                 facts = {}
-            elif not facts.get("adopted"):
-                steps.append(time.monotonic() - started_s)
+            elif self._num_delivered == num_delivered + 1 and not facts.get("adopted"):
+                steps.append(self._delivered_s - started_s)
         took_s = time.monotonic() - began_s
         return {
             "seconds": took_s,
@@ -265,6 +273,7 @@ class Bench:
         staged = self._subscriber.ready()
         if staged is None:
             return
+        facts |= {"delivered_s": self._delivered_s, "num_delivered": self._num_delivered}
         began_s = time.monotonic()
         self._engine.adopt(staged.version, staged.tensors())
         facts |= {
@@ -277,9 +286,11 @@ class Bench:
 
     def _row(self, facts: Row, steps: list[float]) -> Row:
         now_s = time.monotonic()
-        step_s = statistics.median(steps[-200:])
+        step_ms = 1e3 * statistics.median(steps[-200:])
+        gap_ms = 1e3 * (self._delivered_s - facts["delivered_s"])
         return {
-            "stall_ms": 1e3 * (now_s - self._drained_s - step_s),
+            "stall_ms": gap_ms - step_ms * (self._num_delivered - facts["num_delivered"]),
+            "gap_ms": gap_ms,
             "adopt_ms": 1e3 * facts["adopt_s"],
             "publish_to_first_token_ms": 1e3 * (now_s - facts["taken_s"]),
             "snapshot_ms": 1e3 * (facts["taken_s"] - facts["began_s"]),

@@ -211,6 +211,11 @@ class ChunkFetcher:
             run_id=self._run_id,
             max_total_bytes=self._max_total_bytes,
         )
+        if manifest.digest_kind != "sha256":
+            raise WeightMismatchError(
+                f"version {manifest.version} has {manifest.digest_kind} digests; what comes over a "
+                "network must have sha256"
+            )
         if self._memory is None or len(self._memory) != manifest.total_bytes:
             self._memory = HostBuffer(manifest.total_bytes).mapping
         if not self._pull_chunks(channel, announcement, manifest, self._memory):

@@ -7,9 +7,16 @@ becomes one.
 
     offset_0 = 0,   offset_(i+1) = ceil64(offset_i + num_bytes_i),   total = max(64, offset_n)
 
-Digests are SHA-256: with the SHA instructions of server CPUs since 2017 (AMD) and 2021 (Intel) it
-runs at 2.2 GB/s a core where BLAKE2b, which has no such help, runs at 0.9. hashlib lets go of the
-GIL.
+What comes over a network has SHA-256 digests: with the SHA instructions of server CPUs since 2017 (AMD)
+and 2021 (Intel) it runs at 2.2 GB/s a core where BLAKE2b, which has no such help, runs at 0.9. In
+shared memory nobody can forge what he could not also write into this process; there digests guard
+against torn, stale and lost pages, and are folded first:
+
+    words of 8 bytes in rows of 509;  column sums mod 2^64;  SHA-256 of the sums and what is left over
+
+That reads memory once, at 10 GB/s a core and more. Every changed word changes its column's sum; 509 is
+prime, so that a page in the wrong place falls into other columns. Two changes cancel only if they are in
+one column and sum to 0. Eight cores of SHA-256 beside a vLLM engine took 40 % of its speed (H200 host).
 """
 
 import hashlib
@@ -20,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Literal, Self
 
 import msgpack
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -30,7 +38,10 @@ ALIGNMENT = 64
 
 MAX_CHUNK_BYTES = 64 * 2**20
 MAX_MANIFEST_BYTES = 64 * 2**20
-_MAX_DIGEST_THREADS = 8
+_FOLD_WORDS = 509
+
+DigestKind = Literal["sha256", "folded"]
+_MAX_DIGEST_THREADS: dict[DigestKind, int] = {"sha256": 8, "folded": 2}
 
 DtypeName = Literal[
     "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"
@@ -81,10 +92,11 @@ class Manifest(_Closed):
     tensors: Annotated[tuple[TensorSpec, ...], Field(strict=False, min_length=1)]
     total_bytes: Size
     chunk_bytes: Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
+    digest_kind: DigestKind
     chunk_digests: Annotated[
         tuple[Annotated[bytes, Field(min_length=32, max_length=32)], ...], Field(strict=False)
     ]
-    """SHA-256 of every chunk_bytes of the snapshot; the last chunk may be shorter."""
+    """`digest` of every chunk_bytes of the snapshot; the last chunk may be shorter."""
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
@@ -189,19 +201,32 @@ def tensor_views(
         yield spec.name, flat.view(spec.shape)
 
 
-def digest_chunks(buffer: memoryview, chunk_bytes: int) -> tuple[bytes, ...]:
-    """SHA-256 of each chunk, on half of the cores that this process may use (at most 8)."""
+def digest(chunk: Buffer, kind: DigestKind) -> bytes:
+    """32 bytes for a chunk's content; "folded" reads it fast, "sha256" withstands a forger."""
+    if kind == "sha256":
+        return hashlib.sha256(chunk).digest()
+    num_folded = len(chunk) // (8 * _FOLD_WORDS) * _FOLD_WORDS
+    rows = np.frombuffer(chunk, np.int64, num_folded).reshape(-1, _FOLD_WORDS)
+    state = hashlib.sha256(rows.sum(axis=0))
+    state.update(memoryview(chunk)[8 * num_folded :])
+    return state.digest()
+
+
+def digest_chunks(buffer: memoryview, chunk_bytes: int, kind: DigestKind) -> tuple[bytes, ...]:
+    """`digest` of each chunk, on half of the cores that this process may use (at most 8 or 2)."""
     chunks = [buffer[at : at + chunk_bytes] for at in range(0, buffer.nbytes, chunk_bytes)]
-    num_threads = min(_MAX_DIGEST_THREADS, len(os.sched_getaffinity(0)) // 2, len(chunks))
+    limit = _MAX_DIGEST_THREADS[kind]
+    num_threads = min(limit, len(os.sched_getaffinity(0)) // 2, len(chunks))
     if num_threads <= 1:
-        return tuple(hashlib.sha256(chunk).digest() for chunk in chunks)
+        return tuple(digest(chunk, kind) for chunk in chunks)
     with ThreadPoolExecutor(num_threads) as pool:
-        return tuple(pool.map(lambda chunk: hashlib.sha256(chunk).digest(), chunks))
+        return tuple(pool.map(lambda chunk: digest(chunk, kind), chunks))
 
 
 def find_corrupt_chunk(buffer: memoryview, manifest: Manifest) -> int | None:
     """Index of the first chunk whose digest is not the manifest's; None if all are right."""
-    found = digest_chunks(buffer[: manifest.total_bytes], manifest.chunk_bytes)
+    whole = buffer[: manifest.total_bytes]
+    found = digest_chunks(whole, manifest.chunk_bytes, manifest.digest_kind)
     for index, (got, expected) in enumerate(zip(found, manifest.chunk_digests, strict=True)):
         if got != expected:
             return index

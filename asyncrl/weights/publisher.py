@@ -28,7 +28,7 @@ from asyncrl.weights.buffers import (
     snapshot_path,
 )
 from asyncrl.weights.handover import Handover
-from asyncrl.weights.manifest import Manifest, digest_chunks, manifest_digest
+from asyncrl.weights.manifest import DigestKind, Manifest, digest_chunks, manifest_digest
 from asyncrl.weights.server import ChunkServer
 from asyncrl.weights.snapshot import Snapshot
 from asyncrl.wire.messages import Announcement
@@ -150,6 +150,7 @@ class Publisher:
                 self.buffers.give_back(snapshot.buffer)
 
     def _offer(self, snapshot: Snapshot, final: bool) -> None:
+        kind: DigestKind = "folded" if self._server is None else "sha256"
         manifest = Manifest(
             run_id=self._run_id,
             epoch=self._epoch,
@@ -157,7 +158,10 @@ class Publisher:
             tensors=snapshot.tensors,
             total_bytes=snapshot.buffer.num_bytes,
             chunk_bytes=self._chunk_bytes,
-            chunk_digests=digest_chunks(memoryview(snapshot.buffer.mapping), self._chunk_bytes),
+            digest_kind=kind,
+            chunk_digests=digest_chunks(
+                memoryview(snapshot.buffer.mapping), self._chunk_bytes, kind
+            ),
         )
         data = manifest.to_bytes()
         while len(self._served) >= MAX_SERVED:

@@ -27,7 +27,9 @@ from tests.engines import (
 )
 from tests.models import make_tiny_model
 
-ATOL = 1e-3
+ATOL = 5e-3 if torch.cuda.is_available() else 1e-3
+"""Attention on a GPU multiplies in tf32 (seen: 1.2e-3)."""
+
 LIMIT = 64
 STOPS = {2, 10, 11, 12}
 

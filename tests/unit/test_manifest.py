@@ -1,5 +1,8 @@
 """Manifests: their layout, and that a lying one is never read."""
 
+import hashlib
+import itertools
+import random
 import tracemalloc
 
 import msgpack
@@ -8,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightMismatchError
-from asyncrl.weights.manifest import DTYPES, Manifest, lay_out, manifest_digest, tensor_views
+from asyncrl.weights.manifest import (
+    DTYPES,
+    Manifest,
+    digest,
+    digest_chunks,
+    find_corrupt_chunk,
+    lay_out,
+    manifest_digest,
+    tensor_views,
+)
 from tests.unit.weight_peers import huge_manifest, make_manifest
 
 
@@ -115,3 +127,47 @@ def test_a_view_past_the_end_of_the_buffer_is_refused():
     specs = read(make_manifest()).tensors
     with pytest.raises(WeightMismatchError, match="b ends at byte 164"):
         list(tensor_views(bytearray(163), specs))
+
+
+def folded_by_hand(chunk: bytes) -> bytes:
+    """509 sums of words, one word at a time."""
+    num_words = len(chunk) // 8 // 509 * 509
+    sums = [0] * 509
+    for word in range(num_words):
+        sums[word % 509] += int.from_bytes(chunk[8 * word : 8 * word + 8], "little")
+    head = b"".join((total % 2**64).to_bytes(8, "little") for total in sums)
+    return hashlib.sha256(head + chunk[8 * num_words :]).digest()
+
+
+@pytest.mark.parametrize("size", [0, 7, 4071, 4072, 4073, 20_000])  # 4,072 = 8 * 509
+def test_a_folded_digest_is_that_of_column_sums_and_rest(size):
+    chunk = random.Random(size).randbytes(size)
+    assert digest(chunk, "folded") == folded_by_hand(chunk)
+
+
+@given(st.integers(0, 19_999), st.integers(0, 7))
+def test_every_changed_bit_changes_a_folded_digest(place, bit):
+    chunk = bytearray(random.Random(0).randbytes(20_000))
+    before = digest(chunk, "folded")
+    chunk[place] ^= 1 << bit
+    assert digest(chunk, "folded") != before
+
+
+def test_pages_in_another_order_change_a_folded_digest():
+    pages = [random.Random(i).randbytes(4096) for i in range(4)]
+    digests = {digest(b"".join(order), "folded") for order in itertools.permutations(pages)}
+    assert len(digests) == 24
+
+
+def test_each_kind_of_digest_finds_the_corrupt_chunk():
+    data = random.Random(1).randbytes(10_000)
+    for kind in ("sha256", "folded"):
+        manifest = Manifest.model_construct(
+            total_bytes=10_000, chunk_bytes=3000, digest_kind=kind,
+            chunk_digests=digest_chunks(memoryview(data), 3000, kind),
+        )  # fmt: skip
+        for place, expected in ((0, 0), (2999, 0), (3000, 1), (9999, 3)):
+            broken = bytearray(data)
+            broken[place] ^= 1
+            assert find_corrupt_chunk(memoryview(broken), manifest) == expected
+        assert find_corrupt_chunk(memoryview(data), manifest) is None

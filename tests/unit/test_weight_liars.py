@@ -182,3 +182,12 @@ def test_a_strange_address_is_refused(endpoint, tmp_path):
         subscriber.start(Script().announcement(endpoint))
         with pytest.raises(ProtocolError, match="expected tcp://"):
             subscriber.wait(WAIT_S)
+
+
+def test_digests_that_can_be_forged_are_refused_from_a_network(tmp_path):
+    script = Script(digest_kind="folded")
+    with scripted(script) as endpoint, generating(tmp_path) as subscriber:
+        subscriber.start(script.announcement(endpoint))
+        with pytest.raises(WeightMismatchError, match="must have sha256"):
+            subscriber.wait(WAIT_S)
+        assert script.asked == []

@@ -112,6 +112,7 @@ def make_manifest(**changes) -> dict[str, object]:
         "tensors": tensors,
         "total_bytes": 192,  # 64 + ceil64(100)
         "chunk_bytes": 100,
+        "digest_kind": "sha256",
         "chunk_digests": [hashlib.sha256(bytes(100)).digest(), hashlib.sha256(bytes(92)).digest()],
     }
     return fields | changes
