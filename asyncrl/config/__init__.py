@@ -7,7 +7,7 @@ keys are errors that name the nearest known key; numbers that follow from others
 from asyncrl.config.engine import EngineConfig, HFEngineConfig, VllmEngineConfig
 from asyncrl.config.read import read_config
 from asyncrl.config.run import RunConfig
-from asyncrl.config.sections import LearnerConfig
+from asyncrl.config.sections import LearnerConfig, LoraConfig
 from asyncrl.config.tasks import (
     JsonlTask,
     ProductsTask,
@@ -23,6 +23,7 @@ __all__ = [
     "HFEngineConfig",
     "JsonlTask",
     "LearnerConfig",
+    "LoraConfig",
     "ProductsTask",
     "ReasoningGymTask",
     "RepeatLetterTask",

@@ -14,6 +14,7 @@ from asyncrl.config.sections import (
     EvalConfig,
     HostConfig,
     LearnerConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     PipelineConfig,
@@ -39,6 +40,7 @@ class RunConfig(Section):
     engine: EngineConfig = HFEngineConfig()
     scoring: ScoringConfig = ScoringConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
@@ -116,6 +118,16 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_lora(self) -> "RunConfig":
+        if self.lora.rank and self.lora.serving == "pinned" and self.engine.kind != "vllm":
+            raise ValueError(
+                f'lora.serving="pinned" needs an engine that runs several adapters in one batch, and '
+                f'engine.kind={self.engine.kind!r} has one set of weights; use lora.serving="merged" '
+                'or engine.kind="vllm"'
+            )
+        return self
+
     @property
     def is_loopback(self) -> bool:
         """Whether only processes of this host can reach the broker."""
@@ -135,15 +147,21 @@ class RunConfig(Section):
 
     @property
     def lineage(self) -> str:
-        """Hash of what a resumed run must have in common with its checkpoint: model, task and seed."""
-        return self._hash(include={"model", "task", "seed"})
+        """Hash of what a resumed run must have in common with its checkpoint.
+
+        Model, task and seed, and what the adapter is; not how it is served.
+        """
+        shared: dict[str, bool | set[str]] = {"model": True, "task": True, "seed": True}
+        if self.lora.rank:
+            shared["lora"] = {"rank", "alpha", "target_modules"}
+        return self._hash(include=shared)
 
     @property
     def digest(self) -> str:
         """Hash of everything that processes must agree on; 16 hex digits."""
         return self._hash(exclude={"run_dir", "telemetry", "host", "checkpoint"})
 
-    def _hash(self, **which: set[str]) -> str:
+    def _hash(self, **which: set[str] | dict[str, bool | set[str]]) -> str:
         tree = self.model_dump(mode="json", **which)  # type: ignore[arg-type]
         text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

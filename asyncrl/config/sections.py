@@ -1,11 +1,13 @@
 """The plain sections: what has no variants."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from asyncrl.config.engine import SamplingConfig
 from asyncrl.config.section import Section
+
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
 
 
 class ModelConfig(Section):
@@ -13,6 +15,29 @@ class ModelConfig(Section):
 
     path: str
     """A Hugging Face id or a local directory that `from_pretrained` can load."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: train a small update of each chosen matrix instead of the model (LoRA).
+
+    W x + alpha / rank * B A x, with A [rank, in] random and B [out, rank] zero at the start, so that
+    version 0 is model.path exactly (arXiv:2106.09685). There is no dropout: sampler and learner would
+    compute different policies, and every ratio would be wrong.
+    """
+
+    rank: int = Field(0, ge=0, le=512)
+    """0: off, all weights are trained. Adapters take about ten times the learning rate."""
+
+    alpha: float = Field(32.0, gt=0.0)
+    """The update is scaled by alpha / rank."""
+
+    target_modules: Literal["all-linear"] | tuple[ModuleName, ...] = "all-linear"
+    """The linear modules that get an adapter, by the end of their names (["q_proj", "v_proj"]);
+    all-linear: every one but the output head."""
+
+    serving: Literal["pinned", "merged"] = "pinned"
+    """pinned (vllm): every version is an adapter of its own, completions end under the version that
+    they began with, nothing pauses. merged: it is added to the engine's weights; no cost a token."""
 
 
 class PipelineConfig(Section):

@@ -34,7 +34,12 @@ def run(
     incarnation: int,
 ) -> None:
     """Load the model, join the broker at `endpoint`, work until it says Stop."""
-    engine = make_engine(config.model.path, config.engine)
+    engine = make_engine(
+        config.model.path,
+        config.engine,
+        lora=config.lora,
+        max_staleness=config.pipeline.max_staleness,
+    )
     _check_room(config, engine)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     renderer = PromptRenderer(tokenizer, make_task(config.task, seed=config.seed))

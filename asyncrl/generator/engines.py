@@ -3,10 +3,10 @@
 import importlib.util
 import os
 
-from asyncrl.config import EngineConfig, VllmEngineConfig
+from asyncrl.config import EngineConfig, LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.hf_engine import HFEngine
+from asyncrl.generator.hf_engine import NO_LORA, HFEngine
 
 VLLM_ENVIRONMENT = {
     # One process: tensors are handed over by reference, and weights change between two steps.
@@ -20,8 +20,13 @@ VLLM_DEFAULTS = {
 """Unlike VLLM_ENVIRONMENT, what the user has set goes first."""
 
 
-def make_engine(path: str, config: EngineConfig) -> Engine:
+def make_engine(
+    path: str, config: EngineConfig, *, lora: LoraConfig = NO_LORA, max_staleness: int = 0
+) -> Engine:
     """Load the model in `path` into the engine that `config` asks for.
+
+    With lora.rank > 0 it adopts adapters; of versions served as adapters (lora.serving="pinned")
+    max_staleness + 1 can run in one batch.
 
     With engine.kind="vllm" this process's environment is changed (VLLM_ENVIRONMENT), and vllm is
     imported, which takes about ten seconds.
@@ -34,12 +39,13 @@ def make_engine(path: str, config: EngineConfig) -> Engine:
         # Only now: vllm reads its environment when it is imported, and others do without it.
         from asyncrl.generator.vllm_engine import VllmEngine
 
-        return VllmEngine(path, config)
+        return VllmEngine(path, config, lora=lora, max_staleness=max_staleness)
     return HFEngine(
         path,
         device=config.device,
         dtype=config.dtype,
         max_concurrent_completions=config.max_concurrent_completions,
+        lora=lora,
     )
 
 

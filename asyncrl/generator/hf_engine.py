@@ -23,16 +23,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.config import LoraConfig
 from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.engine import Completion, SampleRequest
 from asyncrl.generator.hf_batch import CachedModel, PaddedBatch
 from asyncrl.generator.hf_model import choose_device, choose_dtype, load_model, load_state
 from asyncrl.generator.intake import check_request
+from asyncrl.generator.merge import Merger
 from asyncrl.generator.sampling import CompletionStream, nonfinite_rows, sample
 from asyncrl.types import FinishReason, VersionSpan
 
 MAX_PREFILL_TOKENS = 4096
 """Padded prompt tokens of one step; bounds its time and memory. A longer prompt goes alone."""
+
+NO_LORA = LoraConfig()
 
 
 @dataclass(slots=True)
@@ -82,16 +86,21 @@ class HFEngine:
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         max_concurrent_completions: int,
         version: int = 0,
+        lora: LoraConfig = NO_LORA,
     ) -> None:
         """Load the model and tokenizer in `path` (a directory or a hub id) as `version`.
 
+        With lora.rank > 0 adapters are adopted, merged into these weights.
+
         Raises:
-            ConfigError: they cannot be loaded, or the architecture's cache cannot be padded.
+            ConfigError: they cannot be loaded, the architecture's cache cannot be padded, or the
+                adapter does not fit the model.
         """
         self._device = choose_device(device)
         self._model, self._eos_ids = load_model(
             path, self._device, choose_dtype(dtype, self._device)
         )
+        self._merger = Merger(self._model, lora) if lora.rank else None
         self._cached = CachedModel(self._model)
         self._batch = PaddedBatch(self._cached, self._device)
         self._limit = max_concurrent_completions
@@ -177,7 +186,10 @@ class HFEngine:
                 f"version {version} offered while {len(self._rows)} completions run that have "
                 f"tokens of version {newest}; spans must ascend: abort them first"
             )
-        load_state(self._model, tensors)
+        if self._merger is not None:
+            self._merger.load(tensors)
+        else:
+            load_state(self._model, tensors)
         self._version = version
 
     def abort(self, request_id: int) -> list[Completion]:

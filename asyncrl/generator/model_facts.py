@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from asyncrl.errors import ConfigError
 from asyncrl.generator.hf_model import end_tokens
 from asyncrl.generator.offer import state_of
+from asyncrl.weights.adapter import linear_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,9 @@ class ModelFacts:
 
     state: dict[str, torch.Tensor]
     """What the learner publishes, on the meta device; tied tensors are one object."""
+
+    linear: tuple[str, ...]
+    """Names of the linear modules, without the output head."""
 
     vocabulary: int
     num_positions: int
@@ -48,6 +52,7 @@ def describe_model(path: str) -> ModelFacts:
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelFacts(
         state=state_of(model),
+        linear=linear_modules(model, model.get_output_embeddings()),
         vocabulary=text.vocab_size,
         num_positions=getattr(text, "max_position_embeddings", None) or 2**31 - 1,
         stop_tokens=tuple(sorted(end_tokens(generation, config, tokenizer))),

@@ -10,6 +10,7 @@
 | resume  | wake_up(tags=["scheduling"])                                                             |
 | reload  | collective_rpc("reload_weights") or apply_model(load_weights): see vllm_reload.py        |
 | recompute | reset_prefix_cache(reset_running_requests=True), its result checked                    |
+| adapters | collective_rpc, engine_core.remove_lora: see vllm_lora.py                                |
 | close   | engine_core.shutdown                                                                     |
 
 `poll` reads the engine core's outputs instead of `LLMEngine.step`, which makes three objects a
@@ -27,6 +28,7 @@ import torch
 import vllm
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
@@ -175,12 +177,19 @@ class Core:
         )
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else CPU
 
-    def add(self, tokens: list[int], params: SamplingParams, *, salt: str) -> str:
+    @property
+    def llm(self) -> LLMEngine:
+        """For vllm_lora.py."""
+        return self._llm
+
+    def add(
+        self, tokens: list[int], params: SamplingParams, *, salt: str, lora: LoRARequest | None
+    ) -> str:
         """Queue one completion; its name. Prompts share cached blocks only under the same salt."""
         self._num_added += 1
         prompt = tokens_input(tokens, cache_salt=salt)
         request = self._llm.input_processor.process_inputs(
-            str(self._num_added), prompt, params, supported_tasks=self._tasks
+            str(self._num_added), prompt, params, supported_tasks=self._tasks, lora_request=lora
         )
         self._llm.input_processor.assign_request_id(request)
         self._client.add_request(request)

@@ -8,7 +8,8 @@ are ours to decide. One `step`:
     poll     one scheduler step of vLLM: at most one token a completion, its log mu
     finish   rows that vLLM finished, or whose log mu is not finite
 
-Invariant: a token's version is that of the weights that sampled it. `adopt` pauses vLLM and takes in
+Invariant: a token's version is that of the weights that sampled it. (Adapters served as versions of
+their own are in vllm_lora.py; what follows is of whole weights.) `adopt` pauses vLLM and takes in
 what is still in flight (async scheduling keeps one batch on its way), all under the old version;
 then it reloads and resumes. A completion without a token yet starts over, so that a prompt's cache
 has the version of its first token; and blocks are cached under a salt of their adoption, so that no
@@ -19,7 +20,6 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.config import VllmEngineConfig
+from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.engine import Completion, SampleRequest
+from asyncrl.generator.hf_engine import NO_LORA
 from asyncrl.generator.intake import check_request
 from asyncrl.generator.model_facts import describe_model
-from asyncrl.generator.offer import check_offer, collect
 from asyncrl.generator.vllm_compat import (
     Core,
     check_version,
@@ -41,36 +41,12 @@ from asyncrl.generator.vllm_compat import (
     sampling_params,
     scoring_params,
 )
-from asyncrl.types import FinishReason, VersionSpan
+from asyncrl.generator.vllm_lora import LoraServing
+from asyncrl.generator.vllm_rows import Row
+from asyncrl.types import FinishReason
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this without an error."""
-
-
-@dataclass(slots=True)
-class _Row:
-    """One running completion."""
-
-    request: SampleRequest
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    starts: list[tuple[int, int]] = field(default_factory=list)
-    """(version, index of its first token), ascending."""
-
-    def completion(self, finish_reason: FinishReason) -> Completion:
-        ends = [*(start for _, start in self.starts), len(self.tokens)][1:]
-        return Completion(
-            request_id=self.request.request_id,
-            index=self.index,
-            tokens=np.array(self.tokens, dtype=np.int32),
-            behaviour_logprobs=np.array(self.logprobs, dtype=np.float32),
-            version_spans=tuple(
-                VersionSpan(version, start, end)
-                for (version, start), end in zip(self.starts, ends, strict=True)
-            ),
-            finish_reason=finish_reason,
-        )
 
 
 class VllmEngine:
@@ -82,6 +58,8 @@ class VllmEngine:
         config: VllmEngineConfig,
         *,
         version: int = 0,
+        lora: LoraConfig = NO_LORA,
+        max_staleness: int = 0,
         more_arguments: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """Load the model in `path` (a directory or a hub id; the learner loads it too).
@@ -90,6 +68,8 @@ class VllmEngine:
             path: where the weights of `version` are.
             config: `engine.*`; prompt plus completion may have as many tokens as both limits allow.
             version: of the weights in `path`.
+            lora: with rank > 0 adapters are adopted, pinned or merged (vllm_lora.py).
+            max_staleness: k; of pinned versions k + 1 run in one batch.
             more_arguments: EngineArgs of vLLM, over those that asyncrl sets; for experiments.
 
         Raises:
@@ -100,10 +80,13 @@ class VllmEngine:
         self._max_context = max_context_tokens(config, self._model)
         self._limit = config.max_concurrent_completions
         self._policy = config.cache_policy
-        self._core = Core(engine_arguments(path, config, self._model) | dict(more_arguments))
+        self._serving = LoraServing(path, config, self._model, lora, max_staleness=max_staleness)
+        arguments = engine_arguments(path, config, self._model) | self._serving.arguments
+        self._core = Core(arguments | dict(more_arguments))
+        self._pinned = self._serving.pin(self._core.llm, version)
         self._version = version
         self._num_adoptions = 0
-        self._rows: dict[str, _Row] = {}  # by vLLM's name
+        self._rows: dict[str, Row] = {}  # by vLLM's name
         self._waiting: deque[SampleRequest] = deque()
         self._finished: list[Completion] = []
         self._num_nonfinite = 0
@@ -164,7 +147,7 @@ class VllmEngine:
         while self._waiting and self._waiting[0].num_completions <= self._limit - len(self._rows):
             request = self._waiting.popleft()
             for index in range(request.num_completions):
-                self._add(_Row(request, index))
+                self._add(Row(request, index))
         if self._rows:
             self._take(self._core.poll())
         finished, self._finished = self._finished, []
@@ -175,14 +158,19 @@ class VllmEngine:
 
         Their caches are kept or recomputed, as `cache_policy` says. Nothing of `tensors` is kept.
         The version may rise, stay (new weights of another epoch) or, as long as no running
-        completion has tokens of a higher one, fall.
+        completion has tokens of a higher one, fall. With lora.serving="pinned" running completions
+        end under the version that they began with, and it may be any.
 
         Raises:
             WeightMismatchError: a name or shape is not this model's, one is missing, or running
                 completions have tokens of a higher version; the old weights and version stay.
         """
-        offered = collect(tensors)
-        check_offer(self._model.state, offered)
+        if self._pinned is not None:
+            self._pinned.adopt(version, tensors, {row.pinned for row in self._rows.values()})
+            self._version = version
+            self._num_adoptions += 1
+            return
+        offered = self._serving.checked(tensors)
         self._take(self._core.pause())
         newest = max((row.starts[-1][0] for row in self._rows.values() if row.starts), default=0)
         if version < newest:
@@ -207,9 +195,7 @@ class VllmEngine:
         """
         waiting = [request for request in self._waiting if request.request_id == request_id]
         self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
-        unstarted = [
-            _Row(request, i) for request in waiting for i in range(request.num_completions)
-        ]
+        unstarted = [Row(request, i) for request in waiting for i in range(request.num_completions)]
         names = [n for n, row in self._rows.items() if row.request.request_id == request_id]
         self._core.abort(names)
         gone = [self._rows.pop(name) for name in names]
@@ -229,7 +215,9 @@ class VllmEngine:
             raise ValueError(
                 f"a scored sequence has 2 .. {self._max_context - 1} tokens, got {len(tokens)}"
             )
-        name = self._core.add(tokens.tolist(), scoring_params(), salt=str(self._num_adoptions))
+        lora = self._pinned.newest.request if self._pinned is not None else None
+        salt = str(self._num_adoptions)
+        name = self._core.add(tokens.tolist(), scoring_params(), salt=salt, lora=lora)
         parts: list[torch.Tensor] = []
         while True:
             outputs = self._core.poll()
@@ -248,7 +236,7 @@ class VllmEngine:
         self._finished.clear()
         self._core.close()
 
-    def _add(self, row: _Row) -> None:
+    def _add(self, row: Row) -> None:
         request = row.request
         params = sampling_params(
             temperature=request.temperature,
@@ -258,10 +246,13 @@ class VllmEngine:
             max_tokens=request.max_tokens,
             stop_tokens=self._model.stop_tokens,
         )
+        row.pinned = self._pinned.newest if self._pinned is not None else None
+        lora = row.pinned.request if row.pinned is not None else None
         salt = str(self._num_adoptions)
-        self._rows[self._core.add(request.prompt_tokens.tolist(), params, salt=salt)] = row
+        name = self._core.add(request.prompt_tokens.tolist(), params, salt=salt, lora=lora)
+        self._rows[name] = row
 
-    def _restart(self, rows: dict[str, _Row]) -> None:
+    def _restart(self, rows: dict[str, Row]) -> None:
         """Hand rows to vLLM once more, so that their prompts are prefilled by the new weights."""
         self._core.abort(list(rows))
         for name, row in rows.items():
@@ -280,8 +271,9 @@ class VllmEngine:
                 if not all(map(math.isfinite, logprobs)):
                     broken.append(output.request_id)
                     continue
-                if not row.starts or row.starts[-1][0] != self._version:
-                    row.starts.append((self._version, len(row.tokens)))
+                version = self._version if row.pinned is None else row.pinned.version
+                if not row.starts or row.starts[-1][0] != version:
+                    row.starts.append((version, len(row.tokens)))
                 row.tokens += output.new_token_ids
                 row.logprobs += logprobs
             if output.finish_reason is not None:

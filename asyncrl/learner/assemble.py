@@ -20,7 +20,7 @@ from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.process import Learner, StartPoint
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.recorder import Recorder
-from asyncrl.learner.reference import load_reference
+from asyncrl.learner.reference import choose_reference
 from asyncrl.telemetry.trace import Tracer
 from asyncrl.weights.buffers import choose_transport
 from asyncrl.weights.publisher import Publisher
@@ -43,10 +43,7 @@ def run(config: RunConfig, *, endpoint: str, run_id: str, token: str, run_dir: P
     )
     found = _find_checkpoint(config, run_dir)
     torch.manual_seed(config.seed)
-    path = found.path if found is not None else config.model.path
-    policy = Policy.load(
-        path, device=device, compute_dtype=choose_dtype(config.learner.dtype, device)
-    )
+    policy = load_policy(config, found, device)
     if ranks.mesh is not None:
         shard(policy, ranks.mesh)
     optimizer = Optimizer(policy, **_optimizer_settings(config))
@@ -65,6 +62,33 @@ def run(config: RunConfig, *, endpoint: str, run_id: str, token: str, run_dir: P
     ranks.leave()
 
 
+def load_policy(
+    config: RunConfig, found: checkpoint.Checkpoint | None, device: torch.device
+) -> Policy:
+    """The policy of `found` or the initial one, whole, with its adapter if it has one.
+
+    Raises:
+        ConfigError: model.path or section lora does not fit.
+        CheckpointError: the checkpoint's adapter is another one.
+    """
+    dtype = choose_dtype(config.learner.dtype, device)
+    if not config.lora.rank:
+        path = found.path if found is not None else config.model.path
+        return Policy.load(path, device=device, compute_dtype=dtype)
+    policy = Policy.load(config.model.path, device=device, compute_dtype=dtype)
+    policy.adapt(config.lora, seed=config.seed, path=config.model.path)
+    if found is not None and policy.adapter is not None:
+        policy.adapter.load(found.path)
+    return policy
+
+
+def published_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
+    """What generators are given: the adapter alone, or the whole model."""
+    return (
+        list(policy.named_weights()) if policy.adapter is not None else named_weights(policy.model)
+    )
+
+
 def _lead(
     config: RunConfig,
     endpoint: str,
@@ -77,7 +101,7 @@ def _lead(
     optimizer: Optimizer,
 ) -> None:
     """Rank 0: the broker's peer, the publisher, the record keeper."""
-    weights, dtype = named_weights(policy.model), publication_dtype(config, policy)
+    weights, dtype = published_weights(policy), publication_dtype(config, policy)
     transport = choose_transport(
         config.weights.transport,
         is_local=config.is_loopback,
@@ -143,7 +167,7 @@ def _follow(
     optimizer: Optimizer,
 ) -> None:
     """Another rank: the same steps on its share of each batch."""
-    weights = named_weights(policy.model)
+    weights = published_weights(policy)
     Learner(
         config=config,
         run_dir=run_dir,
@@ -165,12 +189,7 @@ def _optional_parts(
     config: RunConfig, ranks: Ranks, policy: Policy, optimizer: Optimizer
 ) -> dict[str, Any]:
     """What a run may or may not have, the same on every rank; fields of Learner."""
-    device = next(policy.parameters()).device
-    found: dict[str, Any] = {
-        "reference": load_reference(
-            config, device=device, compute_dtype=policy.compute_dtype, mesh=ranks.mesh
-        )
-    }
+    found: dict[str, Any] = {"reference": choose_reference(config, policy, mesh=ranks.mesh)}
     if config.telemetry.grad_cosine:
         found["sketch"] = GradientSketch(optimizer.parameters.values())
     if config.pipeline.adaptive_staleness:
@@ -210,9 +229,9 @@ def _find_checkpoint(config: RunConfig, run_dir: Path) -> checkpoint.Checkpoint 
         )
     if found.facts.lineage != config.lineage:
         raise CheckpointError(
-            f"{found.path} was made with another model, task or seed (lineage {found.facts.lineage}, "
-            f"this configuration has {config.lineage}); start a new run_dir, with model.path="
-            f"{str(found.path)!r} if its weights shall be the initial ones"
+            f"{found.path} was made with another model, task, seed or adapter (lineage "
+            f"{found.facts.lineage}, this configuration has {config.lineage}); start a new run_dir, with "
+            f"model.path={str(found.path)!r} (an adapter merged) if its weights shall be the initial ones"
         )
     log.info("resuming from %s at version %d", found.path, found.facts.version)
     return found

@@ -3,6 +3,8 @@
 | file                              | what                                                        |
 |-----------------------------------|-------------------------------------------------------------|
 | model*.safetensors, config.json   | the model as `from_pretrained` reads it, tokenizer included |
+| adapter_model.safetensors,        | instead, with lora.rank > 0: the adapter as PEFT reads it;  |
+| adapter_config.json               | its frozen model stays in model.path                        |
 | optimizer.safetensors             | Adam's moments and step counts by parameter, torch's RNG    |
 | checkpoint.json                   | the facts below, and size and CRC-32 of every other file    |
 
@@ -61,7 +63,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint; `Policy.load(path)` reads its weights."""
+    """A complete checkpoint; `Policy.load(path)` reads its weights, or `Adapter.load`."""
 
     path: Path
     facts: CheckpointFacts
@@ -141,8 +143,10 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
 
 
 def _weights(policy: Policy) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and the buffers that belong to the state."""
+    """What is trained, tied ones once, and the buffers that belong to a whole model's state."""
     weights: dict[str, Tensor] = {n: p.detach() for n, p in policy.named_weights()}
+    if policy.adapter is not None:
+        return weights
     tied = dict(policy.model.named_parameters(remove_duplicate=False))
     return weights | {n: v for n, v in policy.model.state_dict().items() if n not in tied}
 
@@ -187,7 +191,7 @@ def _write(
         directory.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        policy.model.save_pretrained(temporary, state_dict=weights)
+        policy.save(temporary, weights)
         tokenizer.save_pretrained(str(temporary))
         save_file(
             {name: value.contiguous() for name, value in moments.items()},

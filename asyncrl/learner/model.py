@@ -10,7 +10,7 @@ so several completions share one computed prompt and do not see each other. Drop
 the checkpoint says, because a log-prob must not depend on when it is computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -21,11 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.logprobs import chunked_logprobs
+from asyncrl.learner.lora import Adapter, attach
 
 MAX_CHUNK_LOGITS = 2**24
 """Logits held at once by the head: 64 MiB in float32."""
+
+Scores = Callable[..., tuple[Tensor, Tensor]]
+"""Takes and gives what `Policy.forward` does."""
 
 
 class Policy(nn.Module):
@@ -43,6 +48,9 @@ class Policy(nn.Module):
         _refuse_unsupported(model)
         self.model: Any = model
         self.compute_dtype = compute_dtype
+        self.adapter: Adapter | None = None
+        """What alone is trained, if lora.rank > 0."""
+
         self.train(False)
 
     @classmethod
@@ -59,6 +67,15 @@ class Policy(nn.Module):
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path={str(path)!r} cannot be loaded: {error}") from error
         return cls(model, compute_dtype=compute_dtype).to(device)
+
+    def adapt(self, lora: LoraConfig, *, seed: int, path: str) -> None:
+        """Freeze the model and train an adapter in it instead; before `shard`. See lora.attach.
+
+        Raises:
+            ConfigError: peft is not installed, or lora.target_modules does not fit the model.
+        """
+        self.adapter = attach(self.model, lora, seed=seed, path=path)
+        self.train(False)
 
     def train(self, mode: bool = True) -> Self:
         """Always evaluation mode: gradients flow, dropout does not act."""
@@ -109,8 +126,20 @@ class Policy(nn.Module):
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the model's own names; tied ones come once."""
-        yield from self.model.named_parameters()
+        """What is trained: the parameters under the model's own names, tied ones once, or those of
+        the adapter under the names that it is published by.
+        """
+        if self.adapter is not None:
+            yield from self.adapter.named_weights()
+        else:
+            yield from self.model.named_parameters()
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write gathered weights so that transformers (an adapter: PEFT) loads the folder."""
+        if self.adapter is not None:
+            self.adapter.save(folder, weights)
+        else:
+            self.model.save_pretrained(folder, state_dict=weights)
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         if self.compute_dtype != torch.bfloat16:
@@ -161,6 +190,11 @@ def _decoder_layers(model: nn.Module) -> list[nn.Module]:
 def _refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config
     name = type(model).__name__
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"model.path={config._name_or_path!r} is an adapter and not a model: merge it first (peft: "
+            "merge_and_unload), or the policy without its adapter would be taken for the initial one"
+        )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     if kinds != {"full_attention"} or window is not None:

@@ -26,7 +26,7 @@ class Optimizer:
     ) -> None:
         """Call after the policy was sharded and moved to its device."""
         self.parameters = dict(policy.named_weights())
-        """By the model's own name; tied ones once."""
+        """By name; tied ones once."""
 
         self._learning_rate = learning_rate
         self._num_warmup_steps = num_warmup_steps

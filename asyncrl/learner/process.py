@@ -20,7 +20,7 @@ from asyncrl.learner.batch import StepBatch, build_step, split_for_ranks
 from asyncrl.learner.controller import Decision, StalenessController
 from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.inbox import Delivery, Inbox
-from asyncrl.learner.model import Policy
+from asyncrl.learner.model import Policy, Scores
 from asyncrl.learner.objective import Objective
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
@@ -59,7 +59,7 @@ class Learner:
     publisher: Publisher | None
     recorder: Recorder | None
     tracer: Tracer
-    reference: Policy | None = None
+    reference: Scores | None = None
     sketch: GradientSketch | None = None
     controller: StalenessController | None = None
     _num_skipped: int = 0

@@ -25,7 +25,7 @@ from torch import Tensor
 from asyncrl.algo import TokenBatch
 from asyncrl.learner.batch import Minibatch, StepBatch
 from asyncrl.learner.gradients import GradientSketch
-from asyncrl.learner.model import Policy
+from asyncrl.learner.model import Policy, Scores
 from asyncrl.learner.objective import Objective
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.packing import MicroBatch
@@ -77,7 +77,7 @@ class _Scorer:
     """Micro-batches under the policy."""
 
     policy: Policy
-    reference: Policy | None
+    reference: Scores | None
     temperature: float
     objective: Objective
     device: torch.device
@@ -96,7 +96,7 @@ class _Scorer:
         return self._score(self.reference, micro_batch, entropy_gradient=False)[0]
 
     def _score(
-        self, policy: Policy, micro_batch: MicroBatch, *, entropy_gradient: bool
+        self, policy: Scores, micro_batch: MicroBatch, *, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy = policy(
             self._tensor(micro_batch.tokens, torch.int64),
@@ -139,7 +139,7 @@ def train_step(
     temperature: float,
     ranks: Ranks,
     tracer: Tracer,
-    reference: Policy | None = None,
+    reference: Scores | None = None,
     diagnose: bool = True,
     sketch: GradientSketch | None = None,
 ) -> StepResult:

@@ -204,7 +204,7 @@ def test_a_run_is_not_resumed_with_another_task(model: Path, tmp_path: Path) -> 
         )
     )
     assert code == 1, output
-    assert "another model, task or seed" in output
+    assert "another model, task, seed or adapter" in output
     assert (run_dir / "metrics.jsonl").read_text() == before
 
 

@@ -1,0 +1,207 @@
+"""LoRA in vLLM: versions as adapters that live side by side, or merged into the engine's weights.
+
+Pinned: every adoption registers one more adapter, in memory, under an id and a name that are never used
+again. A completion is bound to the newest one when vLLM gets it and keeps it to its last token, so it
+has exactly one version; nothing pauses, no cache is reset, and cached blocks are keyed by adoption.
+
+| when    | what                                                                                  |
+|---------|---------------------------------------------------------------------------------------|
+| adopt   | adapters that no running completion is bound to are dropped; the new one is           |
+|         | registered, and copied to a slot of the device by the first step that needs it        |
+| start   | bound to the newest; version 0, before any adoption, is the model without an adapter  |
+
+Invariant: an adapter that a running completion is bound to stays registered. vLLM evicts the least
+recently used one when more than max_cpu_loras are registered, and then dies of a missing file; but at
+most one per running completion and the newest are, and `engine_arguments` makes room for all of them.
+
+vLLM decodes at most max_loras = k + 1 adapters in one batch. Completions that may still be trained have
+at most that many versions, the newest included. If others linger (a group given up elsewhere), those of
+the newest version wait inside vLLM until an old version has ended; nothing fails.
+
+Never used: `load_inplace` (it reads cached blocks of the old weights, and reloads at every step), and
+vLLM's own `add_lora` (it takes a path, and moves adapters between slots under a running batch).
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import LLMEngine
+from vllm.lora.request import LoRARequest
+
+from asyncrl.config import LoraConfig, VllmEngineConfig
+from asyncrl.errors import ConfigError
+from asyncrl.generator.hf_model import choose_device, choose_dtype
+from asyncrl.generator.merge import AdapterOffer, MergedWeights
+from asyncrl.generator.model_facts import ModelFacts
+from asyncrl.generator.offer import check_offer, collect
+from asyncrl.generator.vllm_lora_worker import EXTENSION
+from asyncrl.generator.vllm_worker import shared_file
+from asyncrl.weights.snapshot import named_weights
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What max_lora_rank may be."""
+
+
+def lora_arguments(
+    lora: LoraConfig, modules: Iterable[str], *, max_staleness: int, max_completions: int
+) -> dict[str, Any]:
+    """EngineArgs for versions served as adapters of `modules`; nothing else is wrapped."""
+    max_loras = max_staleness + 1
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
+        "max_loras": max_loras,
+        # One for every completion that may run, the newest, and one that is about to be dropped.
+        "max_cpu_loras": max(max_loras, max_completions) + 2,
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "worker_extension_cls": EXTENSION,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedVersion:
+    """What completions are bound to."""
+
+    version: int
+    request: LoRARequest | None
+    """None: the model without an adapter."""
+
+
+class PinnedVersions:
+    """The adapters of one engine."""
+
+    def __init__(self, llm: LLMEngine, offer: AdapterOffer, lora: LoraConfig, version: int) -> None:
+        """No adapter yet; `version` is the model as loaded."""
+        self.newest = PinnedVersion(version, None)
+        self._llm = llm
+        self._offer = offer
+        self._settings = {
+            "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": offer.modules,
+        }  # fmt: skip
+        self._is_parallel = llm.vllm_config.parallel_config.world_size > 1
+        self._num_made = 0
+        self._registered: set[int] = set()
+
+    def adopt(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        in_use: Collection[PinnedVersion | None],
+    ) -> None:
+        """Make `tensors` the newest version; what is neither in use nor the newest is dropped.
+
+        Raises:
+            WeightMismatchError: they do not fit; the newest version is what it was.
+        """
+        offered = self._offer.check(tensors)
+        self._drop_unused(in_use)
+        number = self._num_made + 1
+        if self._is_parallel:
+            with shared_file(offered) as (path, specs):
+                arguments = (number, path, specs, self._settings)
+                self._llm.collective_rpc("put_adapter_from_file", args=arguments)
+        else:
+            self._llm.collective_rpc("put_adapter", args=(number, offered, self._settings))
+        self._num_made = number
+        self._registered.add(number)
+        # Names are compared, and hashed into cached blocks; the path is never read.
+        request = LoRARequest(
+            lora_name=f"adoption-{number}", lora_int_id=number, lora_path="in-memory"
+        )
+        self.newest = PinnedVersion(version, request)
+
+    def _drop_unused(self, in_use: Collection[PinnedVersion | None]) -> None:
+        kept = {p.request.lora_int_id for p in (*in_use, self.newest) if p and p.request}
+        for number in sorted(self._registered - kept):
+            self._llm.engine_core.remove_lora(number)
+            self._registered.discard(number)
+
+
+class LoraServing:
+    """How an engine serves what it adopts: whole models, adapters merged into one, or pinned ones."""
+
+    def __init__(
+        self,
+        path: str,
+        config: VllmEngineConfig,
+        model: ModelFacts,
+        lora: LoraConfig,
+        *,
+        max_staleness: int,
+    ) -> None:
+        """For the model in `path`, which is loaded here once more if adapters are to be merged.
+
+        Raises:
+            ConfigError: it cannot be loaded, or lora.target_modules does not fit it.
+        """
+        self.arguments: dict[str, Any] = {}
+        """EngineArgs beside those of every engine."""
+
+        self._lora = lora
+        self._model = model
+        self._base: BaseWeights | None = None
+        self._is_pinned = lora.rank > 0 and lora.serving == "pinned"
+        if not lora.rank:
+            return
+        self._offer = AdapterOffer(model.state, model.linear, lora)
+        if self._is_pinned:
+            self.arguments = lora_arguments(
+                lora,
+                self._offer.modules,
+                max_staleness=max_staleness,
+                max_completions=config.max_concurrent_completions,
+            )
+        else:
+            dtype = choose_dtype(config.dtype, choose_device("auto"))
+            self._base = BaseWeights(path, dtype, self._offer)
+
+    def pin(self, llm: LLMEngine, version: int) -> PinnedVersions | None:
+        """The book of pinned versions, of which `version` is the model as loaded; None: not pinned."""
+        return PinnedVersions(llm, self._offer, self._lora, version) if self._is_pinned else None
+
+    def checked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+        """A whole version by name, out of what the learner publishes.
+
+        Raises:
+            WeightMismatchError: a tensor is missing, unknown, there twice, or of another shape or kind.
+        """
+        if self._base is not None:
+            return self._base.merged(tensors)
+        offered = collect(tensors)
+        check_offer(self._model.state, offered)
+        return offered
+
+
+class BaseWeights:
+    """The model of model.path in host memory, for adapters merged into the engine's weights.
+
+    Not on the device, where vLLM has given all room to its cache: one tensor at a time goes there.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype, offer: AdapterOffer) -> None:
+        """Load it once more, in the engine's type.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path={path!r} cannot be loaded: {error}") from error
+        self._base = {name: value.detach() for name, value in named_weights(model)}
+        self._device: torch.device | None = None
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda")
+            self._base = {name: value.pin_memory() for name, value in self._base.items()}
+        self._offer = offer
+
+    def merged(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> MergedWeights:
+        """A whole version, computed while it is loaded.
+
+        Raises:
+            WeightMismatchError: the adapter does not fit.
+        """
+        return MergedWeights(self._base, self._offer, self._offer.check(tensors), self._device)
