@@ -1,6 +1,6 @@
 """One of two learner ranks, started by torchrun from tests/unit/test_ranks.py.
 
-Usage: python -m tests.reference.two_ranks {train|losses|lost} MODEL OUT
+Usage: python -m tests.reference.two_ranks {train|lora|losses|lost} MODEL OUT
 """
 
 import json
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from asyncrl.config import LoraConfig
 from asyncrl.errors import PeerLostError
 from asyncrl.learner.batch import StepBatch, split_for_ranks
 from asyncrl.learner.checkpoint import CheckpointFacts, latest, load_optimizer, save
@@ -22,6 +23,7 @@ from asyncrl.learner.model import Policy, shard
 from asyncrl.learner.objective import Objective
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import Ranks
+from asyncrl.learner.reference import WithoutAdapter
 from asyncrl.learner.step import StepResult
 from tests.reference.groups import group, random_groups, rollout
 from tests.reference.stepping import (
@@ -53,14 +55,33 @@ def steps() -> list[StepBatch]:
     return [clean, poisoned, small]
 
 
+def load(mode: str, path: Path, checkpoint: Path | None = None) -> Policy:
+    """The policy to train: a whole model, or an adapter whose rank no two ranks can share evenly."""
+    if mode == "train":
+        return load_policy(checkpoint or path)
+    policy = load_policy(path)
+    policy.adapt(LoraConfig(rank=3, alpha=6.0), seed=4, path=str(path))
+    if checkpoint is not None:
+        policy.adapter.load(checkpoint)
+        return policy
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in policy.named_weights():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return policy
+
+
 def decaying(policy: Policy) -> Optimizer:
     return make_optimizer(policy, weight_decay=0.1, max_grad_norm=0.5)
 
 
 def train(policy: Policy, optimizer: Optimizer, ranks: Ranks) -> list[StepResult]:
     shares = [split_for_ranks(step, ranks.rank, ranks.world) for step in steps()]
-    sketch = GradientSketch(optimizer.parameters.values())
-    return [run_step(policy, optimizer, share, ranks=ranks, sketch=sketch) for share in shares]
+    more = {"sketch": GradientSketch(optimizer.parameters.values())}
+    if policy.adapter is not None:
+        section = algorithm(kl={"kind": "loss_k2", "coefficient": 0.5})
+        more |= {"objective": Objective.of(section), "reference": WithoutAdapter(policy)}
+    return [run_step(policy, optimizer, share, ranks=ranks, **more) for share in shares]
 
 
 GSPO = {"clip_low": 0.1, "clip_high": 0.1}
@@ -125,7 +146,7 @@ def main() -> None:
         ranks.leave()
         return
     (out / f"bytes{rank}").write_bytes(ranks.broadcast_bytes(b"\x00batch" if rank == 0 else None))
-    policy = load_policy(model)
+    policy = load(mode, model)
     shard(policy, ranks.mesh)
     optimizer = decaying(policy)
     results = train(policy, optimizer, ranks)
@@ -136,7 +157,7 @@ def main() -> None:
     (out / f"results{rank}.json").write_text(json.dumps(summary))
     save(out / "saved", FACTS, policy, optimizer, tokenizer=NoTokenizer(), num_kept=1, ranks=ranks)
     found = latest(out / "saved")
-    again = load_policy(found.path)
+    again = load(mode, model, found.path)
     shard(again, ranks.mesh)
     restored = decaying(again)
     load_optimizer(found, restored)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from asyncrl.learner.ranks import Ranks
 from tests.models import make_tiny_model
 from tests.reference import two_ranks
-from tests.reference.stepping import assert_near, load_policy
+from tests.reference.stepping import assert_near
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,11 +36,15 @@ def start_two(mode, model, out):
 
 
 @pytest.mark.process
-def test_two_ranks_train_as_one_and_their_checkpoint_is_the_same(tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "stored"), [("train", "model.safetensors"), ("lora", "adapter_model.safetensors")]
+)
+def test_two_ranks_train_as_one_and_their_checkpoint_is_the_same(tmp_path, mode, stored):
+    # With an adapter the frozen weights are sharded too, and the same model is the KL reference.
     model = make_tiny_model(tmp_path / "tiny", seed=1)
-    start_two("train", model, tmp_path)
+    start_two(mode, model, tmp_path)
 
-    policy = load_policy(model)
+    policy = two_ranks.load(mode, model)
     optimizer = two_ranks.decaying(policy)
     alone = two_ranks.train(policy, optimizer, Ranks())
     assert [result.skipped for result in alone] == ["", "not finite", ""]
@@ -54,7 +58,7 @@ def test_two_ranks_train_as_one_and_their_checkpoint_is_the_same(tmp_path):
             assert found["values"] == pytest.approx(wanted.values, rel=1e-4, abs=1e-6)
 
     saved = tmp_path / "saved" / "version-000003"
-    weights = load_file(saved / "model.safetensors")
+    weights = load_file(saved / stored)
     moments = load_file(saved / "optimizer.safetensors")
     for name, parameter in policy.named_weights():
         state = optimizer.adam.state[parameter]
@@ -66,7 +70,7 @@ def test_two_ranks_train_as_one_and_their_checkpoint_is_the_same(tmp_path):
 
     # Loaded by two ranks and saved again, nothing moved.
     again = tmp_path / "resaved" / "version-000003"
-    for file in ("model.safetensors", "optimizer.safetensors"):
+    for file in (stored, "optimizer.safetensors"):
         left, right = load_file(saved / file), load_file(again / file)
         assert left.keys() == right.keys()
         assert all(torch.equal(left[name], right[name]) for name in left)
