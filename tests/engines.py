@@ -30,14 +30,14 @@ def new_engine(path, **options):
     return HFEngine(str(path), **(defaults | options))
 
 
-def start_engine(kind, path):
+def start_engine(kind, path, **serving):
     """An engine of `ENGINE_KINDS`, fp32, with room for 64 completions of 300 tokens."""
     common = {
         "dtype": "float32", "max_concurrent_completions": 64, "max_prompt_tokens": 200,
         "max_completion_tokens": 100,
     }  # fmt: skip
     if kind == "hf":
-        return make_engine(str(path), HFEngineConfig(device="cpu", **common))
+        return make_engine(str(path), HFEngineConfig(device="cpu", **common), **serving)
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     policy = "recompute" if kind == "vllm-recompute" else "keep"
@@ -49,7 +49,7 @@ def start_engine(kind, path):
         config = VllmEngineConfig(
             cache_policy=policy, enforce_eager=True, gpu_memory_utilization=0.2, **common
         )
-        return make_engine(str(path), config)
+        return make_engine(str(path), config, **serving)
 
 
 def keep_weights_unpacked(patch):

@@ -46,6 +46,10 @@ class AdapterOffer:
         check_offer(self._expected, offered)
         return offered
 
+    def zeros(self) -> dict[str, torch.Tensor]:
+        """An adapter that changes nothing."""
+        return {name: torch.zeros_like(like, device="cpu") for name, like in self._expected.items()}
+
 
 class MergedWeights(Mapping[str, torch.Tensor]):
     """A version's weights by name, each computed when it is asked for, so that one exists at a time."""

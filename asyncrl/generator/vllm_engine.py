@@ -166,7 +166,8 @@ class VllmEngine:
                 completions have tokens of a higher version; the old weights and version stay.
         """
         if self._pinned is not None:
-            self._pinned.adopt(version, tensors, {row.pinned for row in self._rows.values()})
+            in_use = {row.pinned for row in self._rows.values() if row.pinned is not None}
+            self._pinned.adopt(version, tensors, in_use)
             self._version = version
             self._num_adoptions += 1
             return

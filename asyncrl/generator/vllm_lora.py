@@ -8,7 +8,8 @@ has exactly one version; nothing pauses, no cache is reset, and cached blocks ar
 |---------|---------------------------------------------------------------------------------------|
 | adopt   | adapters that no running completion is bound to are dropped; the new one is           |
 |         | registered, and copied to a slot of the device by the first step that needs it        |
-| start   | bound to the newest; version 0, before any adoption, is the model without an adapter  |
+| start   | bound to the newest; before any adoption to an adapter of zeros, which is version 0:  |
+|         | vLLM's CPU kernels give a request without adapter whatever stands in the last slot    |
 
 Invariant: an adapter that a running completion is bound to stays registered. vLLM evicts the least
 recently used one when more than max_cpu_loras are registered, and then dies of a missing file; but at
@@ -66,16 +67,14 @@ class PinnedVersion:
     """What completions are bound to."""
 
     version: int
-    request: LoRARequest | None
-    """None: the model without an adapter."""
+    request: LoRARequest
 
 
 class PinnedVersions:
     """The adapters of one engine."""
 
     def __init__(self, llm: LLMEngine, offer: AdapterOffer, lora: LoraConfig, version: int) -> None:
-        """No adapter yet; `version` is the model as loaded."""
-        self.newest = PinnedVersion(version, None)
+        """The model as loaded is `version`, as an adapter that changes nothing."""
         self._llm = llm
         self._offer = offer
         self._settings = {
@@ -84,12 +83,13 @@ class PinnedVersions:
         self._is_parallel = llm.vllm_config.parallel_config.world_size > 1
         self._num_made = 0
         self._registered: set[int] = set()
+        self.newest = self._register(version, offer.zeros())
 
     def adopt(
         self,
         version: int,
         tensors: Iterable[tuple[str, torch.Tensor]],
-        in_use: Collection[PinnedVersion | None],
+        in_use: Collection[PinnedVersion],
     ) -> None:
         """Make `tensors` the newest version; what is neither in use nor the newest is dropped.
 
@@ -98,6 +98,9 @@ class PinnedVersions:
         """
         offered = self._offer.check(tensors)
         self._drop_unused(in_use)
+        self.newest = self._register(version, offered)
+
+    def _register(self, version: int, offered: Mapping[str, torch.Tensor]) -> PinnedVersion:
         number = self._num_made + 1
         if self._is_parallel:
             with shared_file(offered) as (path, specs):
@@ -111,10 +114,10 @@ class PinnedVersions:
         request = LoRARequest(
             lora_name=f"adoption-{number}", lora_int_id=number, lora_path="in-memory"
         )
-        self.newest = PinnedVersion(version, request)
+        return PinnedVersion(version, request)
 
-    def _drop_unused(self, in_use: Collection[PinnedVersion | None]) -> None:
-        kept = {p.request.lora_int_id for p in (*in_use, self.newest) if p and p.request}
+    def _drop_unused(self, in_use: Collection[PinnedVersion]) -> None:
+        kept = {pinned.request.lora_int_id for pinned in (*in_use, self.newest)}
         for number in sorted(self._registered - kept):
             self._llm.engine_core.remove_lora(number)
             self._registered.discard(number)

@@ -16,14 +16,13 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from asyncrl.errors import WeightMismatchError
-from asyncrl.generator.vllm_worker import FileReload
 from asyncrl.weights.manifest import TensorSpec, tensor_views
 
 EXTENSION = f"{__name__}.AdapterWorker"
 
 
-class AdapterWorker(FileReload):
-    """A mix-in for vLLM's worker."""
+class AdapterWorker:
+    """A mix-in for vLLM's worker; no method may be called as one of another mix-in in its process."""
 
     def put_adapter(
         self: Any,
@@ -57,7 +56,7 @@ class AdapterWorker(FileReload):
             )
 
     def put_adapter_from_file(
-        self, number: int, path: str, specs: list[dict[str, Any]], settings: dict[str, Any]
+        self: Any, number: int, path: str, specs: list[dict[str, Any]], settings: dict[str, Any]
     ) -> None:
         """The same with tensors that `specs` (dumped TensorSpecs) place in the file `path`."""
         with Path(path).open("rb") as file:
