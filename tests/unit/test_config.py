@@ -76,6 +76,10 @@ def test_an_engine_without_kind_is_the_embedded_one_and_vllm_has_settings_of_its
         ("sampling.top_p=0.8", "sampling.top_p=0.8"),
         ("broker.address=tcp://10.0.0.1:5000", "broker.token_path"),
         ("task.kind=nothing", "nothing"),
+        ("lora.rank=8", 'lora.serving="pinned"'),
+        ("lora.rank=513", "lora.rank"),
+        ("lora.dropout=0.1", "lora.dropout: unknown key"),
+        ('lora.target_modules=["q proj"]', "lora.target_modules"),
         ("engine.kind=vlm", "'hf', 'vllm'"),
         ("engine.max_prompt_token=3", "did you mean engine.max_prompt_tokens"),
         ("engine.cache_policy=keep", "engine.cache_policy: unknown key for this kind"),
@@ -112,6 +116,7 @@ def test_printed_config_reads_back_equal(
             "task": {"kind": "reasoning_gym", "dataset": text, "params": {"a b": 1, "c": True}},
             "pipeline": {"max_staleness": k},
             "optimizer": {"learning_rate": rate},
+            "lora": {"rank": 4, "serving": "merged", "target_modules": ["q_proj", "0.o_proj"]},
         }
     )
     path = tmp_path_factory.mktemp("toml") / "printed.toml"
@@ -124,6 +129,24 @@ def test_digest_changes_with_what_processes_must_agree_on_and_only_with_that(fil
     assert read_config(file, ["pipeline.max_staleness=7"]).digest != base
     assert read_config(file, ["run_dir=elsewhere"]).digest == base
     assert read_config(file, ["telemetry.trace=false"]).digest == base
+
+
+def test_an_adapter_is_part_of_a_runs_lineage_and_how_it_is_served_is_not(file: Path) -> None:
+    whole = read_config(file)
+    assert whole.lora.rank == 0
+    adapter = ["lora.serving=merged", "lora.rank=8"]
+    base = read_config(file, adapter)
+    assert base.lineage != whole.lineage
+    for change in ("lora.rank=4", "lora.alpha=16", 'lora.target_modules=["q_proj"]'):
+        other = read_config(file, [*adapter, change])
+        assert other.lineage != base.lineage
+        assert other.digest != base.digest
+    served = read_config(file, ["engine.kind=vllm", "lora.rank=8"])
+    assert served.lora.serving == "pinned"
+    assert served.lineage == base.lineage
+    assert served.digest != base.digest
+    # Without an adapter its settings mean nothing.
+    assert read_config(file, ["lora.alpha=16"]).lineage == whole.lineage
 
 
 def test_weights_of_a_run_on_several_hosts_are_not_looked_for_on_loopback(file: Path) -> None:

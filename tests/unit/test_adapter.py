@@ -1,0 +1,97 @@
+"""Names, shapes and the merge formula of adapters, against plain loops."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from asyncrl.config import LoraConfig
+from asyncrl.errors import ConfigError
+from asyncrl.generator.merge import AdapterOffer, MergedWeights
+from asyncrl.weights.adapter import adapted_modules, adapter_names, linear_modules, merged_weight
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(3, 5, bias=False)
+        self.norm = nn.LayerNorm(3)
+        self.block = nn.ModuleDict({"up": nn.Linear(2, 4), "group_up": nn.Linear(4, 2)})
+        self.head = nn.Linear(3, 7)
+
+
+def test_every_linear_module_but_the_head_is_adapted_with_factors_of_its_shape():
+    model = Model()
+    linear = linear_modules(model, model.head)
+    assert linear == ("up", "block.up", "block.group_up")
+    offer = AdapterOffer(model.state_dict(), linear, LoraConfig(rank=2))
+    assert {name: tuple(value.shape) for name, value in offer.zeros().items()} == {
+        "base_model.model.up.lora_A.weight": (2, 3),
+        "base_model.model.up.lora_B.weight": (5, 2),
+        "base_model.model.block.up.lora_A.weight": (2, 2),
+        "base_model.model.block.up.lora_B.weight": (4, 2),
+        "base_model.model.block.group_up.lora_A.weight": (2, 4),
+        "base_model.model.block.group_up.lora_B.weight": (2, 2),
+    }
+
+
+def test_names_are_chosen_by_whole_words_at_their_end():
+    linear = ("up", "block.up", "block.group_up")
+    for ends, chosen in (
+        (("up",), ["up", "block.up"]),
+        (("block.up",), ["block.up"]),
+        (("group_up", "up"), list(linear)),
+    ):
+        assert adapted_modules(linear, LoraConfig(rank=1, target_modules=ends)) == chosen
+    with pytest.raises(ConfigError, match=r"'roup_up' is no linear module.*it has group_up, up"):
+        adapted_modules(linear, LoraConfig(rank=1, target_modules=("roup_up",)))
+    with pytest.raises(ConfigError, match="no linear module to adapt"):
+        adapted_modules((), LoraConfig(rank=1))
+
+
+@given(
+    out=st.integers(1, 4),
+    into=st.integers(1, 4),
+    rank=st.integers(1, 3),
+    scale=st.floats(0.1, 8.0),
+    seed=st.integers(0, 2**31),
+)
+def test_a_merged_weight_is_the_sum_written_out(out, into, rank, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    base, a, b = (
+        torch.randn(shape, generator=generator)
+        for shape in ((out, into), (rank, into), (out, rank))
+    )
+    found = merged_weight(base, a, b, scale)
+    for i in range(out):
+        for j in range(into):
+            terms = sum(float(b[i, r]) * float(a[r, j]) for r in range(rank))
+            assert float(found[i, j]) == pytest.approx(float(base[i, j]) + scale * terms, abs=1e-4)
+
+
+def test_a_merge_in_bfloat16_is_rounded_once():
+    # 1 + 2^-9 + 2^-9 is 1 + 2^-8, half of bfloat16's step at 1 (2^-7), and a bit more is needed to
+    # round up. Rounding B A, or the sum of each term, first would lose it.
+    base = torch.ones(1, 1, dtype=torch.bfloat16)
+    a = torch.tensor([[2.0**-9], [2.0**-9], [2.0**-14]]).bfloat16()
+    b = torch.ones(1, 3, dtype=torch.bfloat16)
+    merged = merged_weight(base, a, b, 1.0)
+    assert merged.dtype == torch.bfloat16
+    assert float(merged) == 1 + 2**-7
+
+
+def test_what_is_not_adapted_is_the_base_itself_and_the_base_is_never_written():
+    model = Model()
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    kept = {name: value.clone() for name, value in base.items()}
+    offer = AdapterOffer(base, ("up", "block.up"), LoraConfig(rank=2, alpha=6.0))
+    generator = torch.Generator().manual_seed(0)
+    offered = {n: torch.randn(v.shape, generator=generator) for n, v in offer.zeros().items()}
+    merged = MergedWeights(base, offer, offered)
+    assert list(merged) == list(base)
+    a, b = (offered[name] for name in adapter_names("up"))
+    torch.testing.assert_close(merged["up.weight"], base["up.weight"] + 3.0 * b @ a)
+    assert not torch.equal(merged["block.up.weight"], base["block.up.weight"])
+    assert merged["head.weight"] is base["head.weight"]
+    assert all(torch.equal(base[name], value) for name, value in kept.items())
