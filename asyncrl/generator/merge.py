@@ -51,37 +51,17 @@ class AdapterOffer:
         return {name: torch.zeros_like(like, device="cpu") for name, like in self._expected.items()}
 
 
-class MergedWeights(Mapping[str, torch.Tensor]):
-    """A version's weights by name, each computed when it is asked for, so that one exists at a time."""
-
-    def __init__(
-        self,
-        base: Mapping[str, torch.Tensor],
-        offer: AdapterOffer,
-        offered: Mapping[str, torch.Tensor],
-        device: torch.device | None = None,
-    ) -> None:
-        """Over `base`, which is only read; products are computed on `device` (None: where base is)."""
-        self._base = base
-        self._offered = offered
-        self._scale = offer.scale
-        self._device = device
-        self._factors = {f"{module}.weight": adapter_names(module) for module in offer.modules}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        base = self._base[name]
-        if self._device is not None:
-            base = base.to(self._device, non_blocking=True)
-        if name not in self._factors:
-            return base
-        name_a, name_b = self._factors[name]
-        return merged_weight(base, self._offered[name_a], self._offered[name_b], self._scale)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)
+def merge(
+    base: Mapping[str, torch.Tensor], offer: AdapterOffer, offered: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of `base` by name: merged anew where it is adapted, else itself. One at a time."""
+    factors = {f"{module}.weight": adapter_names(module) for module in offer.modules}
+    for name, weight in base.items():
+        if name in factors:
+            name_a, name_b = factors[name]
+            yield name, merged_weight(weight, offered[name_a], offered[name_b], offer.scale)
+        else:
+            yield name, weight
 
 
 class Merger:
@@ -107,5 +87,5 @@ class Merger:
             WeightMismatchError: they do not fit; nothing was written.
         """
         offered = self._offer.check(tensors)
-        for name, merged in MergedWeights(self._base, self._offer, offered).items():
+        for name, merged in merge(self._base, self._offer, offered):
             self._own[name].copy_(merged)

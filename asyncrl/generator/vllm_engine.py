@@ -83,7 +83,8 @@ class VllmEngine:
         self._serving = LoraServing(path, config, self._model, lora, max_staleness=max_staleness)
         arguments = engine_arguments(path, config, self._model) | self._serving.arguments
         self._core = Core(arguments | dict(more_arguments))
-        self._pinned = self._serving.pin(self._core.llm, version)
+        self._serving.start(self._core.llm, self._core.device, version)
+        self._pinned = self._serving.pinned
         self._version = version
         self._num_adoptions = 0
         self._rows: dict[str, Row] = {}  # by vLLM's name

@@ -35,7 +35,7 @@ from vllm.lora.request import LoRARequest
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.hf_model import choose_device, choose_dtype
-from asyncrl.generator.merge import AdapterOffer, MergedWeights
+from asyncrl.generator.merge import AdapterOffer, merge
 from asyncrl.generator.model_facts import ModelFacts
 from asyncrl.generator.offer import check_offer, collect
 from asyncrl.generator.vllm_lora_worker import EXTENSION
@@ -123,6 +123,40 @@ class PinnedVersions:
             self._registered.discard(number)
 
 
+class BaseWeights:
+    """A copy of the model of model.path beside the engine's own, for adapters merged into the latter."""
+
+    def __init__(
+        self, path: str, dtype: torch.dtype, offer: AdapterOffer, device: torch.device
+    ) -> None:
+        """Load it once more, in the engine's type, to where the engine takes tensors from at no cost.
+
+        Raises:
+            ConfigError: it cannot be loaded, or vLLM has left no room for it.
+        """
+        self._offer = offer
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            self._base = {name: value.detach().to(device) for name, value in named_weights(model)}
+            self.merged(offer.zeros().items())  # a version needs room too: better found out now
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"lora.serving='merged' keeps two more copies of the model on {device}, and there is "
+                f"no room: lower engine.gpu_memory_utilization, or use lora.serving='pinned' ({error})"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path={path!r} cannot be loaded: {error}") from error
+
+    @torch.no_grad()
+    def merged(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """A whole version by name.
+
+        Raises:
+            WeightMismatchError: the adapter does not fit.
+        """
+        return dict(merge(self._base, self._offer, self._offer.check(tensors)))
+
+
 class LoraServing:
     """How an engine serves what it adopts: whole models, adapters merged into one, or pinned ones."""
 
@@ -135,38 +169,46 @@ class LoraServing:
         *,
         max_staleness: int,
     ) -> None:
-        """For the model in `path`, which is loaded here once more if adapters are to be merged.
+        """For the model in `path`, which nothing is loaded of before `start`.
 
         Raises:
-            ConfigError: it cannot be loaded, or lora.target_modules does not fit it.
+            ConfigError: lora.target_modules does not fit it.
         """
         self.arguments: dict[str, Any] = {}
         """EngineArgs beside those of every engine."""
 
+        self.pinned: PinnedVersions | None = None
+        """The book of versions, if they are adapters side by side."""
+
+        self._path = path
+        self._dtype = choose_dtype(config.dtype, choose_device("auto"))
         self._lora = lora
         self._model = model
         self._base: BaseWeights | None = None
-        self._is_pinned = lora.rank > 0 and lora.serving == "pinned"
-        if not lora.rank:
-            return
-        self._offer = AdapterOffer(model.state, model.linear, lora)
-        if self._is_pinned:
+        self._offer = AdapterOffer(model.state, model.linear, lora) if lora.rank else None
+        if self._offer is not None and lora.serving == "pinned":
             self.arguments = lora_arguments(
                 lora,
                 self._offer.modules,
                 max_staleness=max_staleness,
                 max_completions=config.max_concurrent_completions,
             )
-        else:
-            dtype = choose_dtype(config.dtype, choose_device("auto"))
-            self._base = BaseWeights(path, dtype, self._offer)
 
-    def pin(self, llm: LLMEngine, version: int) -> PinnedVersions | None:
-        """The book of pinned versions, of which `version` is the model as loaded; None: not pinned."""
-        return PinnedVersions(llm, self._offer, self._lora, version) if self._is_pinned else None
+    def start(self, llm: LLMEngine, device: torch.device, version: int) -> None:
+        """Once the engine holds the model as `version`; its tensors are best offered on `device`.
+
+        Raises:
+            ConfigError: the model cannot be loaded once more, for merging.
+        """
+        if self._offer is None:
+            return
+        if self._lora.serving == "pinned":
+            self.pinned = PinnedVersions(llm, self._offer, self._lora, version)
+        else:
+            self._base = BaseWeights(self._path, self._dtype, self._offer, device)
 
     def checked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
-        """A whole version by name, out of what the learner publishes.
+        """A whole version by name, out of what the learner publishes; not for pinned ones.
 
         Raises:
             WeightMismatchError: a tensor is missing, unknown, there twice, or of another shape or kind.
@@ -176,35 +218,3 @@ class LoraServing:
         offered = collect(tensors)
         check_offer(self._model.state, offered)
         return offered
-
-
-class BaseWeights:
-    """The model of model.path in host memory, for adapters merged into the engine's weights.
-
-    Not on the device, where vLLM has given all room to its cache: one tensor at a time goes there.
-    """
-
-    def __init__(self, path: str, dtype: torch.dtype, offer: AdapterOffer) -> None:
-        """Load it once more, in the engine's type.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path={path!r} cannot be loaded: {error}") from error
-        self._base = {name: value.detach() for name, value in named_weights(model)}
-        self._device: torch.device | None = None
-        if torch.cuda.is_available():
-            self._device = torch.device("cuda")
-            self._base = {name: value.pin_memory() for name, value in self._base.items()}
-        self._offer = offer
-
-    def merged(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> MergedWeights:
-        """A whole version, computed while it is loaded.
-
-        Raises:
-            WeightMismatchError: the adapter does not fit.
-        """
-        return MergedWeights(self._base, self._offer, self._offer.check(tensors), self._device)

@@ -8,7 +8,7 @@ from torch import nn
 
 from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.generator.merge import AdapterOffer, MergedWeights
+from asyncrl.generator.merge import AdapterOffer, merge
 from asyncrl.weights.adapter import adapted_modules, adapter_names, linear_modules, merged_weight
 
 
@@ -88,7 +88,7 @@ def test_what_is_not_adapted_is_the_base_itself_and_the_base_is_never_written():
     offer = AdapterOffer(base, ("up", "block.up"), LoraConfig(rank=2, alpha=6.0))
     generator = torch.Generator().manual_seed(0)
     offered = {n: torch.randn(v.shape, generator=generator) for n, v in offer.zeros().items()}
-    merged = MergedWeights(base, offer, offered)
+    merged = dict(merge(base, offer, offered))
     assert list(merged) == list(base)
     a, b = (offered[name] for name in adapter_names("up"))
     torch.testing.assert_close(merged["up.weight"], base["up.weight"] + 3.0 * b @ a)
