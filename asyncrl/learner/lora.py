@@ -123,8 +123,7 @@ def attach(model: PreTrainedModel, lora: LoraConfig, *, seed: int, path: str) ->
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(Path(path).resolve()) if Path(path).exists() else path,
     )
-    model.requires_grad_(False)
-    inject_adapter_in_model(settings, model, adapter_name=_NAME)
+    inject_adapter_in_model(settings, model, adapter_name=_NAME)  # it freezes all else
     adapter = Adapter(model, modules, settings)
     _initialise(adapter, seed)
     size = sum(value.numel() for _, value in adapter.named_weights())

@@ -71,10 +71,10 @@ def test_a_merged_weight_is_the_sum_written_out(out, into, rank, scale, seed):
 
 
 def test_a_merge_in_bfloat16_is_rounded_once():
-    # 1 + 2^-9 + 2^-9 is 1 + 2^-8, half of bfloat16's step at 1 (2^-7), and a bit more is needed to
-    # round up. Rounding B A, or the sum of each term, first would lose it.
+    # bfloat16's step at 1 is 2^-7. The sum 1 + 2^-8 + 2^-17 lies above the middle and is rounded up;
+    # B A = 2^-8 + 2^-17 rounded by itself is 2^-8, and 1 + 2^-8 would be rounded down, to even.
     base = torch.ones(1, 1, dtype=torch.bfloat16)
-    a = torch.tensor([[2.0**-9], [2.0**-9], [2.0**-14]]).bfloat16()
+    a = torch.tensor([[2.0**-9], [2.0**-9], [2.0**-17]]).bfloat16()
     b = torch.ones(1, 3, dtype=torch.bfloat16)
     merged = merged_weight(base, a, b, 1.0)
     assert merged.dtype == torch.bfloat16

@@ -295,15 +295,16 @@ def test_more_versions_than_fit_one_batch_wait_and_nothing_fails(pinned, version
 def test_a_version_of_another_epoch_under_the_same_number_is_another_adapter(
     pinned, versions, expected
 ):
-    pinned.adopt(5, versions[5].items())
-    pinned.submit(same_prompt(0, max_tokens=30))
-    finished = pinned.step()
-    pinned.adopt(5, versions[2].items())
-    pinned.submit(same_prompt(1, max_tokens=30))
-    pinned.adopt(3, versions[3].items())  # and a lower one
+    adopted = ((5, 5), (5, 2), (3, 3))  # and a lower one
+    finished = []
+    for request_id, (name, weights) in enumerate(adopted):
+        pinned.adopt(name, versions[weights].items())
+        pinned.submit(same_prompt(request_id, max_tokens=30))
+        finished += pinned.step()
     finished += run(pinned).values()
+    assert len(finished) == 9
     for completion in finished:
-        name, weights = ((5, 5), (3, 3))[completion.request_id]
+        name, weights = adopted[completion.request_id]
         assert {span.version for span in completion.version_spans} == {name}
         wanted = expected(weights, same_prompt(completion.request_id), completion.tokens)
         np.testing.assert_allclose(completion.behaviour_logprobs, wanted, atol=ATOL)
