@@ -10,7 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.causes import error_file
+from asyncrl.errors import PeerLostError
 from asyncrl.family import die_with_parent
+
+STAGGER_S = 45.0
+"""How long an engine of a shared GPU is given to load before the next one starts beside it."""
 
 
 @dataclass(slots=True)
@@ -22,11 +26,24 @@ class Child:
     cores: list[int]
     gpus: list[str] | None
     restarts_left: int
+    after: "Child | None" = None
+    """The engine before it on the same GPU: two that load at once slow each other down, and the second
+    one finds what the first one compiled in vLLM's cache."""
+
     incarnation: int = 0
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
     joined: bool = False
     finished: bool = False
+
+    def may_start(self, now_s: float) -> bool:
+        """Whether it has not started yet, and need not wait (any more) for the one before it."""
+        if self.process is not None:
+            return False
+        before = self.after
+        if before is None or before.joined:
+            return True
+        return before.process is not None and now_s > before.started_s + STAGGER_S
 
     def joined_file(self, run_dir: Path) -> Path:
         """Made by the process once the broker has welcomed it."""
@@ -61,6 +78,21 @@ class Child:
         if pin:
             with contextlib.suppress(ProcessLookupError):  # it may have failed already
                 os.sched_setaffinity(self.process.pid, self.cores)
+
+    def wait(self, *, limit_s: float) -> int:
+        """The exit code of a process that was spawned and ends by itself.
+
+        Raises:
+            PeerLostError: it has not ended after `limit_s`.
+        """
+        assert self.process is not None, "spawned"
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired as error:
+            raise PeerLostError(
+                f"{self.name} did not end within host.start_timeout_s={limit_s:g}; its log is "
+                f"logs/{self.name}.log in the run's folder"
+            ) from error
 
     def signal_session(self, number: signal.Signals) -> None:
         """Signal the whole session: torchrun's ranks and scoring workers included."""

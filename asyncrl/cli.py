@@ -2,6 +2,7 @@
 
     asyncrl run CONFIG [section.key=value ...]      everything on this host, supervised
     asyncrl config CONFIG [section.key=value ...]   the resolved configuration, commented
+    asyncrl probe CONFIG [section.key=value ...]    how many vLLM engines a GPU of this host should have
     asyncrl broker|learner|generator CONFIG ...     one process, for runs over several hosts
 
 A process is imported only when asked for. The outermost frame of each process is here: it turns an
@@ -57,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command("run", "start and supervise a whole run on this host", _run)
     command("config", "print the resolved configuration", _config)
+    probe = command("probe", "measure how many vLLM engines a GPU should have (a minute)", _probe)
+    probe.add_argument("--run-dir", type=Path, help="write probe.json there")
+    probe.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
     for name, do in (("broker", _broker), ("learner", _learner), ("generator", _generator)):
         sub = command(name, f"start one {name}", do)
         sub.add_argument("--run-dir", type=Path, default=Path("runs/manual"), help="records")
@@ -73,6 +77,24 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(config: RunConfig, _options: argparse.Namespace) -> int:
     sys.stdout.write(to_toml(config))
+    return 0
+
+
+def _probe(config: RunConfig, options: argparse.Namespace) -> int:
+    def measure() -> None:
+        from asyncrl.generator import probe
+        from asyncrl.placement import cores_of_a_place
+
+        num_cores = len(os.sched_getaffinity(0))
+        if not (options.supervised and config.host.pin_cores):  # else they are the place's own
+            num_cores = cores_of_a_place(config, num_cores)
+        record = options.run_dir / "probe.json" if options.run_dir else None
+        probe.run(config, num_cores=num_cores, record=record, say=print)
+
+    if options.supervised:
+        return _guard("probe", options, measure)
+    _check_model(config)
+    measure()
     return 0
 
 

@@ -1,10 +1,15 @@
-"""Which cores and GPUs each local process gets."""
+"""Which cores and GPUs each local process gets.
+
+A place is what one engine needs: a GPU, or engine.tensor_parallel_size of them. It has
+engine.engines_per_gpu engines, which are generators of their own; generator i is at place
+i // engines_per_gpu.
+"""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
 
 
@@ -15,6 +20,8 @@ class CorePlan:
     broker: list[int]
     learner: list[int]
     generators: list[list[int]]
+    """Of every generator, as `generator_gpus`: the engines of a place stand together."""
+
     learner_gpus: list[str] | None
     generator_gpus: list[list[str] | None]
 
@@ -25,20 +32,24 @@ def plan_cores(config: RunConfig, cores: list[int], *, gpus: list[str]) -> CoreP
     On the CPU, where threads of two processes on one core cost up to 20x, learner and generators get
     disjoint cores: half for the learner, the other half shared out among the generators (one core
     each at least; with fewer cores than processes they overlap). With GPUs the learner's ranks take
-    the first ones, generators the rest in turn, and all share the last one if none is left.
+    the first ones, places the rest in turn, and all share the last one if none is left.
+
+    Raises:
+        ConfigError: fewer GPUs are visible than learner.num_ranks or engine.tensor_parallel_size need.
     """
     if 0 < len(gpus) < config.learner.num_ranks and config.learner.device != "cpu":
         raise ConfigError(
             f"learner.num_ranks={config.learner.num_ranks}, but only {len(gpus)} GPUs are visible "
             f"({', '.join(gpus)}); every rank needs its own"
         )
-    num_generators = config.pipeline.num_generators
     learner_gpus: list[str] | None = None
-    generator_gpus: list[list[str] | None] = [None] * num_generators
+    places: list[list[str] | None] = [None] * config.pipeline.num_generators
     if len(gpus) > 1:
         learner_gpus = gpus[: config.learner.num_ranks]
-        rest = gpus[len(learner_gpus) :] or gpus[-1:]
-        generator_gpus = [[rest[i % len(rest)]] for i in range(num_generators)]
+        groups = _places(config, gpus[len(learner_gpus) :] or gpus[-1:])
+        places = [groups[i % len(groups)] for i in range(len(places))]
+    generator_gpus = [gpus for gpus in places for _ in range(config.engines_per_place)]
+    num_generators = config.num_engines
     if not config.host.pin_cores or len(cores) < 2:
         return CorePlan(cores, cores, [cores] * num_generators, learner_gpus, generator_gpus)
     half = len(cores) // 2
@@ -47,6 +58,23 @@ def plan_cores(config: RunConfig, cores: list[int], *, gpus: list[str]) -> CoreP
     starts = [(i * each) % half for i in range(num_generators)]
     generators = [shared[start : start + each] for start in starts]
     return CorePlan(cores, cores[half:], generators, learner_gpus, generator_gpus)
+
+
+def _places(config: RunConfig, gpus: list[str]) -> list[list[str] | None]:
+    """The GPUs that learners leave, in groups that one engine is cut over; a rest stays idle."""
+    engine = config.engine
+    size = engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1
+    if size > len(gpus):
+        raise ConfigError(
+            f"engine.tensor_parallel_size={size}, but learner.num_ranks={config.learner.num_ranks} "
+            f"leaves {len(gpus)} of the visible GPUs to the generators ({', '.join(gpus)})"
+        )
+    return [gpus[i : i + size] for i in range(0, len(gpus) - size + 1, size)]
+
+
+def cores_of_a_place(config: RunConfig, num_cores: int) -> int:
+    """How many of this host's cores the engines of one place have to themselves, about."""
+    return max(1, num_cores // 2 // config.pipeline.num_generators)
 
 
 def visible_gpus() -> list[str]:

@@ -20,9 +20,10 @@ from types import FrameType
 
 from asyncrl.causes import cause, is_known, root_cause
 from asyncrl.child import Child
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, to_toml
 from asyncrl.errors import AsyncRLError, ConfigError, PeerLostError
 from asyncrl.family import children, inherit_orphans, kill_orphans
+from asyncrl.generator.choice import settled
 from asyncrl.placement import plan_cores, visible_gpus
 from asyncrl.run_folder import read_key, write_private
 from asyncrl.telemetry.console import Follower, eval_line, step_line
@@ -61,6 +62,8 @@ class Supervisor:
         others = children(os.getpid())
         try:
             inherit_orphans()
+            if self.config.must_probe:
+                self._settle_engines()
             self._start_all()
             self._watch()
             return 0
@@ -106,15 +109,32 @@ class Supervisor:
             gpus=plan.learner_gpus,
             num_ranks=self.config.learner.num_ranks,
         )
-        for index in range(self.config.pipeline.num_generators):
+        for index in range(self.config.num_engines):
             name = f"generator-{index}"
+            is_first = index % self.config.engines_per_place == 0
             self._start(
                 name,
                 ["generator", *common, "--broker", endpoint, "--name", name],
                 plan.generators[index],
                 gpus=plan.generator_gpus[index],
                 restarts=self.config.host.max_generator_restarts,
+                after=None if is_first else self._children[f"generator-{index - 1}"],
             )
+
+    def _settle_engines(self) -> None:
+        """Have "auto" measured by a process that leaves nothing on the GPU; go on with the number."""
+        settings = self.run_dir / "config.toml"
+        plan = plan_cores(self.config, sorted(os.sched_getaffinity(0)), gpus=visible_gpus())
+        arguments = ["probe", str(settings), "--run-dir", str(self.run_dir), "--supervised"]
+        self._start("probe", arguments, plan.generators[0], gpus=plan.generator_gpus[0])
+        probe = self._children["probe"]
+        if code := probe.wait(limit_s=self.config.host.start_timeout_s):
+            raise self._root_cause(probe, code)
+        del self._children["probe"]
+        record = json.loads((self.run_dir / "probe.json").read_text())
+        self.say(record["sentence"])
+        self.config = settled(self.config, record)
+        settings.write_text(to_toml(self.config.without_resume()))
 
     def _token(self) -> str:
         path = self.config.broker.token_path
@@ -129,14 +149,22 @@ class Supervisor:
         gpus: list[str] | None,
         restarts: int = 0,
         num_ranks: int = 1,
+        after: Child | None = None,
     ) -> None:
         launcher = [sys.executable, "-m"]
         if num_ranks > 1:
             launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
             launcher += ["-m"]
-        child = Child(name, [*launcher, "asyncrl", *arguments], cores, gpus, restarts)
+        child = Child(name, [*launcher, "asyncrl", *arguments], cores, gpus, restarts, after)
         self._children[name] = child
-        child.spawn(self.run_dir, pin=self.config.host.pin_cores)
+        if after is None:
+            child.spawn(self.run_dir, pin=self.config.host.pin_cores)
+
+    def _start_waiting(self) -> None:
+        """Start the engines whose turn has come; nobody starts any more at the end."""
+        for child in self._children.values():
+            if not self._is_done and child.may_start(time.monotonic()):
+                child.spawn(self.run_dir, pin=self.config.host.pin_cores)
 
     def _await_broker(self, address_file: Path) -> str:
         deadline_s = time.monotonic() + self.config.host.start_timeout_s
@@ -161,6 +189,7 @@ class Supervisor:
         while not all(child.finished for child in self._children.values()):
             self._check_children()
             self._check_joined()
+            self._start_waiting()
             self._show(steps, evals)
             if self._is_done and finish_by_s == float("inf"):
                 finish_by_s = time.monotonic() + _FINISH_S
@@ -239,7 +268,7 @@ class Supervisor:
     def _check_joined(self) -> None:
         limit_s = self.config.host.start_timeout_s
         for child in self._children.values():
-            if child.joined or child.finished or child.name == "broker":
+            if child.process is None or child.joined or child.finished or child.name == "broker":
                 continue
             child.joined = child.joined_file(self.run_dir).exists()
             if not child.joined and time.monotonic() > child.started_s + limit_s:

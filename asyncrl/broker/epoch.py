@@ -9,8 +9,8 @@ A request for work is answered by the first of these that applies; * closes the 
   1. Evaluate      an evaluation is due, and nothing newer was offered to the generator, which
                    therefore still holds what it reported;
   2. Announcement* newer weights than it was told of;
-  3. Work*         credit. Only under weights of this epoch, or version 0: the initial model has the
-                   same weights in every epoch.
+  3. Work*         credit, shared among those who ask. Only under weights of this epoch, or version 0:
+                   the initial model has the same weights in every epoch.
 """
 
 import logging
@@ -253,13 +253,13 @@ class Epoch:
         request = peer.request
         assert request is not None, "only generators that ask are answered"
         out = self._offer_eval(peer)
-        news = self._offer_weights(peer)
-        if news:
+        if news := self._offer_weights(peer):
             peer.request = None
             return out + news
         if not self._may_sample(peer):
             return out
-        num_groups = min(request.num_groups, self.groups.room(request.version))
+        sharing = len(self._peers.asking)
+        num_groups = min(request.num_groups, self.groups.room(request.version, sharing=sharing))
         if num_groups > 0:
             starts = self.groups.start(
                 num_groups,

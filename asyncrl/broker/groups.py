@@ -91,12 +91,13 @@ class Groups:
         self._retries: deque[tuple[int, int]] = deque()  # (ordinal, attempt)
         self._open: dict[int, Group] = {}
 
-    def room(self, version: int) -> int:
-        """How many groups a generator holding `version` may start now.
+    def room(self, version: int, *, sharing: int = 1) -> int:
+        """How many groups a generator holding `version` may start now, one of `sharing` who ask.
 
         The least of its credits, of what `depth` steps' worth of open groups leaves, of what the
         remaining steps can still train, and, while finished payloads exceed the byte budget, of
-        what the next step lacks: that much is always let in, because only a step frees memory.
+        what the next step lacks: that much is always let in, because only a step frees memory. Of
+        this its part, rounded up: an engine that took all would leave the others idle.
         """
         settings = self._settings
         room = min(
@@ -106,7 +107,7 @@ class Groups:
         )
         if self.queued_bytes > settings.max_queue_bytes:
             room = min(room, settings.groups_per_step - self.ledger.num_open)
-        return max(0, room)
+        return max(0, math.ceil(room / sharing))
 
     def start(
         self, num_groups: int, *, version: int, holder: bytes, holder_name: str, now_s: float

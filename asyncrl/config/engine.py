@@ -23,7 +23,7 @@ class EngineSection(Section):
     """auto: bfloat16 on a GPU or a CPU with bf16 instructions, float32 elsewhere."""
 
     max_concurrent_completions: int = Field(64, ge=1)
-    """Completions decoded at the same time."""
+    """Completions that one engine decodes at the same time."""
 
     max_prompt_tokens: int = Field(512, ge=1)
     """Longer prompts are skipped and counted."""
@@ -38,12 +38,31 @@ class HFEngineConfig(EngineSection):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
+MAX_ENGINES_PER_GPU = 8
+
+
+def _check_engines(value: object) -> object:
+    """One sentence for what pydantic would say of both members of the union."""
+    if value == "auto" or (
+        type(value) is int and 1 <= value <= MAX_ENGINES_PER_GPU  # True is an int, too
+    ):
+        return value
+    raise ValueError(f'expected 1 to {MAX_ENGINES_PER_GPU}, or "auto", got {value!r}')
+
+
 class VllmEngineConfig(EngineSection):
     """vLLM 0.26 to 0.33 (extra `vllm`), inside the generator's process."""
 
     kind: Literal["vllm"] = "vllm"
+    engines_per_gpu: Annotated[int | Literal["auto"], BeforeValidator(_check_engines)] = 1
+    """Engines that share a GPU (or the tensor_parallel_size GPUs of a place): one alone is bound by its
+    host loop. Each is a generator process with max_concurrent_completions and scoring.num_workers of its
+    own. "auto" measures first (`asyncrl probe`) and divides max_concurrent_completions among those it
+    chooses."""
+
     gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
-    """Share of the GPU's memory for weights and KV cache; lower it when a learner shares the GPU."""
+    """Share of the GPU's memory for weights and KV caches of all its engines; lower it when a learner
+    shares the GPU."""
 
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that one engine is cut over."""

@@ -6,7 +6,12 @@ import json
 from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.engine import EngineConfig, HFEngineConfig, SamplingConfig
+from asyncrl.config.engine import (
+    EngineConfig,
+    HFEngineConfig,
+    SamplingConfig,
+    VllmEngineConfig,
+)
 from asyncrl.config.section import Section
 from asyncrl.config.sections import (
     BrokerConfig,
@@ -90,6 +95,12 @@ class RunConfig(Section):
                 f"{self.weights.host!r} would send their generators to themselves for weights; set "
                 "it to the address of the learner's host"
             )
+        if not self.is_loopback and self.must_probe:
+            raise ValueError(
+                f'engine.engines_per_gpu="auto" is measured by `asyncrl run` for its own host, and '
+                f"broker.address={self.broker.address!r} is for several; set the number that "
+                "`asyncrl probe` prints on one of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -134,6 +145,24 @@ class RunConfig(Section):
         return self.broker.address.startswith(
             ("tcp://127.", "tcp://localhost", "tcp://[::1]", "ipc://")
         )
+
+    @property
+    def must_probe(self) -> bool:
+        """Whether the number of engines on a GPU is still to be measured."""
+        return isinstance(self.engine, VllmEngineConfig) and self.engine.engines_per_gpu == "auto"
+
+    @property
+    def engines_per_place(self) -> int:
+        """Generator processes on the same GPUs; 1 while that is to be measured."""
+        engine = self.engine
+        if isinstance(engine, VllmEngineConfig) and engine.engines_per_gpu != "auto":
+            return engine.engines_per_gpu
+        return 1
+
+    @property
+    def num_engines(self) -> int:
+        """Generator processes that `asyncrl run` starts."""
+        return self.pipeline.num_generators * self.engines_per_place
 
     @property
     def silence_s(self) -> float:

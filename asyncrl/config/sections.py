@@ -63,7 +63,8 @@ class PipelineConfig(Section):
 
     num_steps: int = Field(20, ge=1)
     num_generators: int = Field(1, ge=1)
-    """Generator processes that `asyncrl run` starts; more may join from other hosts."""
+    """Places (GPUs, or groups of engine.tensor_parallel_size) that `asyncrl run` generates on, each with
+    engine.engines_per_gpu generator processes; more may join from other hosts."""
 
     zero_signal: Literal["keep", "drop"] = "keep"
     """A group whose scores are all equal: train it (it only counts in N), or drop it, credit returned."""
@@ -186,7 +187,7 @@ class HostConfig(Section):
 
     max_generator_restarts: int = Field(3, ge=0)
     start_timeout_s: float = Field(300.0, gt=0)
-    """Every process must have joined by then."""
+    """Every process must have joined this long after its own start; a probe may take as long."""
 
 
 class TelemetryConfig(Section):

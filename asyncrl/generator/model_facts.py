@@ -26,6 +26,8 @@ class ModelFacts:
     stop_tokens: tuple[int, ...]
     """Every token that ends a sequence, ascending."""
 
+    num_layers: int
+    hidden_size: int
     kv_values_per_token: int
     """Numbers that the cache of one token holds, over all layers."""
 
@@ -56,5 +58,7 @@ def describe_model(path: str) -> ModelFacts:
         vocabulary=text.vocab_size,
         num_positions=getattr(text, "max_position_embeddings", None) or 2**31 - 1,
         stop_tokens=tuple(sorted(end_tokens(generation, config, tokenizer))),
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
         kv_values_per_token=2 * text.num_hidden_layers * heads * width,
     )

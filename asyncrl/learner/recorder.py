@@ -39,7 +39,7 @@ class Recorder:
         """Open the files; records of steps that are made again from `first_version` move aside."""
         for name, key in (("metrics", "step"), ("rollouts", "step"), ("evals", "version")):
             set_later_aside(run_dir / f"{name}.jsonl", key=key, limit=first_version)
-        self._num_generators = config.pipeline.num_generators
+        self._num_generators = config.num_engines
         self._rollouts = JsonlSink(run_dir / "rollouts.jsonl")
         self._evals = JsonlSink(run_dir / "evals.jsonl")
         self._metrics = JsonlSink(run_dir / "metrics.jsonl")

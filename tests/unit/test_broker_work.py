@@ -87,6 +87,35 @@ def test_two_generators_share_credit_in_the_order_of_their_requests():
     assert desk.got("gen") == []
 
 
+def test_what_a_step_frees_is_spread_over_all_who_ask():
+    """Whoever asked first could take it all, and engines would work by turns."""
+    desk = desk_at_work(groups_per_step=5, max_staleness=10, depth=1)
+    names = ["gen", "gen2", "gen3"]
+    for name in names[1:]:
+        desk.join(name)
+    assert len(work(desk.want("gen", num_groups=9))) == 5  # nobody else asks yet
+    for name in names:
+        desk.now_s += 1
+        assert work(desk.want(name, num_groups=9)) == []
+    for group_id in range(5):
+        desk.done("gen", group_id)
+    desk.batch(0)
+    # 5 among 3: 5 / 3 rounded up, then 3 / 2 rounded up, then the rest.
+    assert [len(work(desk.got(name))) for name in names] == [2, 2, 1]
+
+
+def test_what_one_cannot_use_goes_to_those_after_it():
+    desk = desk_at_work(groups_per_step=6, max_staleness=10, depth=1)
+    desk.join("gen2")
+    desk.want("gen", num_groups=6)
+    desk.want("gen", num_groups=1)
+    desk.want("gen2", num_groups=9)
+    for group_id in range(6):
+        desk.done("gen", group_id)
+    desk.batch(0)
+    assert [len(work(desk.got(name))) for name in ("gen", "gen2")] == [1, 5]
+
+
 def test_a_lost_group_is_started_again_first_until_its_attempts_are_used_up():
     # F022.
     desk = desk_at_work()

@@ -83,12 +83,42 @@ def test_an_engine_without_kind_is_the_embedded_one_and_vllm_has_settings_of_its
         ("engine.kind=vlm", "'hf', 'vllm'"),
         ("engine.max_prompt_token=3", "did you mean engine.max_prompt_tokens"),
         ("engine.cache_policy=keep", "engine.cache_policy: unknown key for this kind"),
+        ("engine.engines_per_gpu=2", "engine.engines_per_gpu: unknown key for this kind"),
     ],
 )
 def test_a_bad_override_is_named(file: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(file, [override])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["0", "9", "true", "2.0", "many"])
+def test_a_number_of_engines_out_of_range_is_named_in_one_sentence(file: Path, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(file, ["engine.kind=vllm", f"engine.engines_per_gpu={value}"])
+    shown = {"true": "True", "many": "'many'"}.get(value, value)
+    assert str(caught.value).endswith(
+        f'engine.engines_per_gpu: expected 1 to 8, or "auto", got {shown}'
+    )
+
+
+@pytest.mark.parametrize(("value", "engines"), [("1", 1), ("8", 8), ("auto", 1)])
+def test_generators_are_places_times_engines_and_auto_counts_as_one_until_it_is_measured(
+    file: Path, value: str, engines: int
+) -> None:
+    settings = ["engine.kind=vllm", f"engine.engines_per_gpu={value}", "pipeline.num_generators=3"]
+    config = read_config(file, settings)
+    assert (config.engines_per_place, config.num_engines) == (engines, 3 * engines)
+    assert config.must_probe == (value == "auto")
+    file.write_text(to_toml(config))
+    assert read_config(file) == config
+
+
+def test_auto_is_for_runs_of_one_host(file: Path) -> None:
+    hosts = ["broker.address=tcp://10.0.0.1:5000", "broker.token_path=k", "weights.host=10.0.0.1"]
+    read_config(file, [*hosts, "engine.kind=vllm", "engine.engines_per_gpu=2"])
+    with pytest.raises(ConfigError, match=r'engines_per_gpu="auto" .* `asyncrl probe`'):
+        read_config(file, [*hosts, "engine.kind=vllm", "engine.engines_per_gpu=auto"])
 
 
 def test_a_missing_file_and_broken_toml_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""How the engines of one GPU divide its memory: arithmetic before anything is loaded.
+
+vLLM finds the size of its KV cache by looking at what is free, which says nothing while other engines
+start on the same GPU. So it is told: each of n engines on a GPU of M bytes may use
+
+    share = gpu_memory_utilization * M / n  =  weights + staging + activations + graphs + PROCESS + cache
+
+and `cache` is what is left. Estimates are meant to be too large. With itemsize b, t GPUs an engine, T =
+prefill_tokens, S sequences, h = hidden size, w = rows of the widest matrix but the vocabulary's:
+
+| part        | bytes on each GPU                                                                     |
+|-------------|---------------------------------------------------------------------------------------|
+| weights     | numel * b / t; with fp8 every matrix but embedding and head has one byte an element    |
+| staging     | the weights once more as they are published: adoption brings them beside the old ones  |
+| activations | T * b * (4h + 4w/t) + (S + R) * vocabulary * LOGIT, R = tokens of a scored sequence:   |
+|             | residual, input, norm, output; two halves of an MLP, their product, its fp8 copy;      |
+|             | logits in b and, in sampling, up to three times in float32                             |
+| graphs      | 2 kinds * GRAPHS sizes * layers * GRAPH_LAYER (nothing if enforce_eager)               |
+| PROCESS     | CUDA context, libraries' workspaces, fragments                                         |
+
+The constants were chosen without a GPU at hand; the price of too much is a smaller cache.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.config import VllmEngineConfig
+from asyncrl.errors import ConfigError
+from asyncrl.generator.model_facts import ModelFacts
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens of one step of an engine that shares its GPU; vLLM's own choice is twice as many."""
+
+LOGIT = 16
+GRAPHS = 51
+"""Batch sizes that vLLM captures: 1, 2, 4, by eights to 256, by sixteens to 512."""
+
+GRAPH_LAYER = 384 * 2**10
+PROCESS = 3 * 2**29
+_MAX_SCORED_TOKENS = 1024
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """What one of the engines uses of each of its GPUs, in bytes."""
+
+    share: int
+    weights: int
+    staging: int
+    activations: int
+    graphs: int
+
+    @property
+    def cache(self) -> int:
+        """Left for the KV cache; negative if the rest does not fit."""
+        rest = self.weights + self.staging + self.activations + self.graphs + PROCESS
+        return self.share - rest
+
+
+def divide(
+    config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype, *, total_bytes: int
+) -> Split:
+    """The split of a GPU of `total_bytes` for engine.engines_per_gpu engines that compute in `dtype`.
+
+    Raises:
+        ConfigError: an engine has no room for the cache of a single completion, in figures; or the
+            number of engines was not measured yet.
+    """
+    engines = config.engines_per_gpu
+    if engines == "auto":
+        raise ConfigError(
+            "engine.engines_per_gpu='auto' is settled by `asyncrl run`; a generator that is started "
+            "alone needs the number (`asyncrl probe` prints it)"
+        )
+    split = Split(
+        share=int(config.gpu_memory_utilization * total_bytes / engines),
+        weights=weight_bytes(config, model, dtype),
+        staging=staging_bytes(config, model, dtype),
+        activations=activation_bytes(config, model, dtype),
+        graphs=0 if config.enforce_eager else 2 * GRAPHS * model.num_layers * GRAPH_LAYER,
+    )
+    context = min(model.num_positions, config.max_prompt_tokens + config.max_completion_tokens)
+    one = context * cache_bytes_per_token(config, model, dtype)
+    if split.cache < one:
+        raise ConfigError(_too_small(config, split, one, context, total_bytes))
+    return split
+
+
+def weight_bytes(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype) -> int:
+    """Of the model as an engine holds it, on each of its GPUs."""
+    total = 0
+    for tensor in {id(tensor): tensor for tensor in model.state.values()}.values():
+        is_matrix = tensor.ndim > 1 and tensor.shape[0] != model.vocabulary
+        total += tensor.numel() * (
+            1 if is_matrix and config.quantization == "fp8" else dtype.itemsize
+        )
+    return total // config.tensor_parallel_size
+
+
+def staging_bytes(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype) -> int:
+    """Of the copy that an adoption may bring to the GPU before it swaps: published, so not fp8."""
+    plain = config.model_copy(update={"quantization": "none"})
+    return weight_bytes(plain, model, dtype)
+
+
+def activation_bytes(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype) -> int:
+    """The most that a step needs besides weights and cache, generously."""
+    widest = max(
+        (
+            t.shape[-2]
+            for t in model.state.values()
+            if t.ndim > 1 and t.shape[0] != model.vocabulary
+        ),
+        default=model.hidden_size,
+    )
+    width = 4 * model.hidden_size + 4 * widest // config.tensor_parallel_size
+    sequences = config.max_concurrent_completions + 1
+    scored = min(_MAX_SCORED_TOKENS, config.max_prompt_tokens + config.max_completion_tokens)
+    layers = prefill_tokens(config) * dtype.itemsize * width
+    return layers + (sequences + scored) * model.vocabulary * LOGIT
+
+
+def prefill_tokens(config: VllmEngineConfig) -> int:
+    """What vLLM calls max_num_batched_tokens: every running sequence must have its token in a step."""
+    return max(PREFILL_TOKENS, config.max_concurrent_completions + 1)
+
+
+def cache_bytes_per_token(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype) -> int:
+    """Of the KV cache, on each GPU of an engine."""
+    return model.kv_values_per_token * dtype.itemsize // config.tensor_parallel_size
+
+
+def _too_small(
+    config: VllmEngineConfig, split: Split, one: int, context: int, total_bytes: int
+) -> str:
+    parts = {
+        "weights": split.weights,
+        "a second copy for adoption": split.staging,
+        "activations": split.activations,
+        "CUDA graphs": split.graphs,
+        "the process": PROCESS,
+        f"the cache of one completion of {context} tokens": one,
+    }
+    needed = ", ".join(f"{size / _GIB:.2f} for {what}" for what, size in parts.items() if size)
+    return (
+        f"engine.engines_per_gpu={config.engines_per_gpu}: each engine has {split.share / _GIB:.2f} "
+        f"GiB (engine.gpu_memory_utilization={config.gpu_memory_utilization:g} of "
+        f"{total_bytes / _GIB:.2f} GiB, divided), but needs {sum(parts.values()) / _GIB:.2f} GiB: "
+        f"{needed}; lower engine.engines_per_gpu"
+        + (
+            ", or raise engine.gpu_memory_utilization"
+            if config.gpu_memory_utilization < 0.9
+            else ""
+        )
+    )

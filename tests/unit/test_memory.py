@@ -1,0 +1,130 @@
+"""The memory of a GPU among its engines; every expected number is computed beside it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import VllmEngineConfig
+from asyncrl.errors import ConfigError
+from asyncrl.generator.memory import PROCESS, divide, staging_bytes, weight_bytes
+from asyncrl.generator.model_facts import ModelFacts
+
+GIB = 2**30
+BF16 = torch.bfloat16
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def model(*, layers: int = 1, hidden: int = 64, wide: int = 256, vocabulary: int = 1000):
+    embedding = tensor(vocabulary, hidden)
+    state = {"embedding": embedding, "head": embedding, "norm": tensor(hidden)}
+    for i in range(layers):
+        state |= {f"{i}.up": tensor(wide, hidden), f"{i}.down": tensor(hidden, wide)}
+    return ModelFacts(
+        state=state,
+        vocabulary=vocabulary,
+        num_positions=8192,
+        stop_tokens=(),
+        num_layers=layers,
+        hidden_size=hidden,
+        kv_values_per_token=2 * layers * hidden,
+    )
+
+
+def engine(**changes: object) -> VllmEngineConfig:
+    settings = {"max_prompt_tokens": 100, "max_completion_tokens": 20, "engines_per_gpu": 2}
+    return VllmEngineConfig.model_validate(settings | changes)
+
+
+def test_the_share_of_an_engine_is_weights_twice_activations_graphs_process_and_cache() -> None:
+    found = divide(engine(gpu_memory_utilization=0.5), model(), BF16, total_bytes=8 * GIB)
+    assert found.share == 2 * GIB  # 8 GiB * 0.5 / 2
+    # Embedding and head are one: 1000 * 64 + 2 * 256 * 64 + 64 = 96,832 numbers of 2 bytes.
+    assert found.weights == found.staging == 193_664
+    # 8192 tokens * 2 bytes * (4 * 64 + 4 * 256) = 20,971,520; and logits of 64 + 1 sequences and of a
+    # scored one of 100 + 20 tokens: 185 * 1000 * 16 = 2,960,000.
+    assert found.activations == 23_931_520
+    assert found.graphs == 40_108_032  # 2 kinds * 51 sizes * 1 layer * 393,216
+    # 2,147,483,648 - 2 * 193,664 - 23,931,520 - 40,108,032 - 1,610,612,736
+    assert found.cache == 472_444_032
+
+
+def test_eager_engines_have_no_graphs() -> None:
+    found = divide(engine(enforce_eager=True), model(), BF16, total_bytes=80 * GIB)
+    assert found.graphs == 0
+
+
+def test_fp8_weights_are_a_byte_but_what_is_published_for_them_is_not() -> None:
+    fp8 = engine(quantization="fp8")
+    # Embedding and norm keep 2 bytes: 64,064 * 2 + 32,768 * 1.
+    assert weight_bytes(fp8, model(), BF16) == 160_896
+    assert staging_bytes(fp8, model(), BF16) == 193_664
+
+
+def test_engines_that_are_cut_over_two_gpus_hold_half_of_the_weights_on_each() -> None:
+    assert weight_bytes(engine(tensor_parallel_size=2), model(), BF16) == 96_832
+    one = divide(engine(), model(), BF16, total_bytes=80 * GIB)
+    two = divide(engine(tensor_parallel_size=2), model(), BF16, total_bytes=80 * GIB)
+    # Of the activations the MLP's part is halved: 8192 * 2 * (4 * 256 / 2) = 8,388,608.
+    assert one.activations - two.activations == 8_388_608
+
+
+def test_a_step_has_room_for_a_token_of_every_running_completion() -> None:
+    many = divide(engine(max_concurrent_completions=9999), model(), BF16, total_bytes=80 * GIB)
+    # 10,000 tokens * 2 * 1280, and (10,000 + 120) * 1000 * 16 of logits.
+    assert many.activations == 25_600_000 + 161_920_000
+
+
+def test_what_does_not_fit_is_told_in_figures_with_the_keys_to_change() -> None:
+    with pytest.raises(ConfigError) as caught:
+        divide(engine(engines_per_gpu=4), model(), BF16, total_bytes=7 * GIB)
+    # 7 * 0.85 / 4 = 1.4875 GiB; the process alone takes 1.5.
+    text = str(caught.value)
+    assert "engine.engines_per_gpu=4: each engine has 1.49 GiB" in text
+    assert "engine.gpu_memory_utilization=0.85 of 7.00 GiB" in text
+    # 1.5 GiB + 387,328 + 23,931,520 + 40,108,032 + 120 tokens * 128 numbers * 2 bytes = 1.56 GiB
+    assert "needs 1.56 GiB: 0.00 for weights, 0.00 for a second copy for adoption, 0.02 for" in text
+    assert "0.00 for the cache of one completion of 120 tokens" in text
+    assert text.endswith("lower engine.engines_per_gpu, or raise engine.gpu_memory_utilization")
+
+
+def test_the_last_byte_decides() -> None:
+    """A completion of 120 tokens needs 120 * 128 * 2 = 30,720 bytes of cache."""
+    needed = 387_328 + 23_931_520 + 40_108_032 + PROCESS + 30_720
+    exact = engine(gpu_memory_utilization=1.0, engines_per_gpu=1)
+    assert divide(exact, model(), BF16, total_bytes=needed).cache == 30_720
+    with pytest.raises(ConfigError, match=r"lower engine\.engines_per_gpu$"):
+        divide(exact, model(), BF16, total_bytes=needed - 1)
+
+
+def test_a_number_that_was_not_measured_yet_is_refused() -> None:
+    with pytest.raises(ConfigError, match="asyncrl probe"):
+        divide(engine(engines_per_gpu="auto"), model(), BF16, total_bytes=80 * GIB)
+
+
+@given(
+    engines=st.integers(1, 8),
+    utilization=st.floats(0.05, 1.0),
+    total_gib=st.integers(8, 200),
+    layers=st.integers(1, 80),
+    completions=st.integers(1, 4096),
+)
+def test_all_engines_together_stay_within_what_generation_may_use(
+    engines: int, utilization: float, total_gib: int, layers: int, completions: int
+) -> None:
+    config = engine(
+        engines_per_gpu=engines,
+        gpu_memory_utilization=utilization,
+        max_concurrent_completions=completions,
+    )
+    facts = model(layers=layers, hidden=1024, wide=4096, vocabulary=50_000)
+    try:
+        found = divide(config, facts, BF16, total_bytes=total_gib * GIB)
+    except ConfigError:
+        return
+    used = found.weights + found.staging + found.activations + found.graphs + found.cache
+    assert found.cache > 0
+    assert engines * (used + PROCESS) <= utilization * total_gib * GIB
