@@ -97,6 +97,11 @@ def learn(pipe: Connection, path: str, device: str) -> None:
     if not torch.cuda.is_available():
         device = "cpu"
     weights = {name: values.to(device) for name, values in random_weights(path).items()}
+    publish_on_demand(pipe, weights)
+
+
+def publish_on_demand(pipe: Connection, weights: dict[str, torch.Tensor]) -> None:
+    """Change and publish `weights` whenever a version comes down the pipe, until None does."""
     lock = threading.Lock()
 
     def send(message: object) -> None:  # called from the publisher's thread as well

