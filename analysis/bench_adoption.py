@@ -40,6 +40,7 @@ from asyncrl.config import VllmEngineConfig
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.generator.engines import prepare_vllm
 from asyncrl.telemetry.provenance import provenance
+from asyncrl.weights.buffers import remove_leftovers
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import Snapshotter
 from asyncrl.weights.staging import DeviceStaging
@@ -62,6 +63,7 @@ def main() -> None:
         target=learn, args=(theirs, str(path), options.learner_device), daemon=True
     )
     learner.start()
+    theirs.close()  # so that a learner that fails ends this process too
     record: Row = provenance() | {"options": {k: str(v) for k, v in vars(options).items()}}
     record["rows"] = []
     name = f"adoption_{options.shape}_{options.quantization}"
@@ -108,6 +110,7 @@ def publish_on_demand(pipe: Connection, weights: dict[str, torch.Tensor]) -> Non
         with lock:
             pipe.send(message)
 
+    remove_leftovers(RUN_ID)  # of a run that was killed
     publisher = Publisher(RUN_ID, epoch=0, transport="shm", on_published=send)
     snapshotter = Snapshotter(weights.items(), dtype="bfloat16", buffers=publisher.buffers)
     send("ready")

@@ -14,7 +14,8 @@ refilled, the real Subscriber, and versions adopted between two steps. The figur
 | merged | the adapter merged into the weights, the base kept beside               | both               |
 
 Of pinned versions, `stall_ms` is of the tokens of the new version, and `running_gap_ms` of everybody's:
-the longest time between two deliveries of tokens around the adoption, less a median step. A completion
+the longest time between two deliveries of tokens around the adoption, less a median step; to be read
+beside `any_gap_ms_p95`, the same of all steps, prefills of refilled groups included. A completion
 must not outlive max_staleness publications, or new versions wait (vllm_lora.py): keep
 tokens * step time < max_staleness * every_s.
 """
@@ -32,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -148,18 +150,23 @@ def run_case(options: argparse.Namespace) -> None:
         context = multiprocessing.get_context("spawn")
         learner = context.Process(target=learn, args=arguments, daemon=True)
         learner.start()
+        theirs.close()  # so that a learner that fails ends this process too
         note({"publication_bytes": ours.recv()})
         assert ours.recv() == "ready"
-    measure(options, path, ours, note)
+    measure(options, path, ours, found, note)
     if learner is not None:
         ours.send(None)
         learner.join(30)
 
 
 def measure(
-    options: argparse.Namespace, path: str, pipe: Connection, note: Callable[[Row], None]
+    options: argparse.Namespace,
+    path: str,
+    pipe: Connection,
+    found: Row,
+    note: Callable[[Row], None],
 ) -> None:
-    """Start the engine of a case and decode, with and without publications."""
+    """Start the engine of a case and decode, with and without publications; `note` adds to `found`."""
     config = VllmEngineConfig(
         max_concurrent_completions=options.num,
         max_prompt_tokens=options.prompt_tokens,
@@ -184,6 +191,7 @@ def measure(
     subscriber = Subscriber(RUN_ID, staging=staging)
     bench = LoraBench(options, engine, subscriber, pipe)
     note(bench.undisturbed(options.seconds) if options.case == "none" else bench.run())
+    note({"any_gap_ms_p95": bench.any_gap_ms(0.95) - found["step_ms"]})
     subscriber.close()
     engine.close()
 
@@ -226,6 +234,10 @@ class LoraBench(Bench):
             "tokens_per_s_without": [piece["tokens_per_s"] for piece in pieces],
             "step_ms": statistics.median(piece["step_ms"] for piece in pieces),
         }
+
+    def any_gap_ms(self, quantile: float) -> float:
+        """A quantile of the times between two deliveries, over everything decoded so far."""
+        return 1e3 * float(np.quantile(np.diff(self._deliveries), quantile))
 
     def _adopt(self, facts: Row) -> None:
         before = len(self._deliveries)

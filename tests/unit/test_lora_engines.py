@@ -18,7 +18,7 @@ from asyncrl.weights.adapter import adapter_names
 from tests.engines import prompt, reference_logprobs, request, run, start_engine
 from tests.models import make_tiny_model
 
-ATOL = 1e-5
+ATOL = 1e-3 if torch.cuda.is_available() else 1e-5
 RANK, ALPHA, MAX_STALENESS = 3, 12.0, 4
 KINDS = (
     "hf merged",
