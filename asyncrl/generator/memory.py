@@ -11,7 +11,8 @@ prefill_tokens, S sequences, h = hidden size, w = rows of the widest matrix but 
 | part        | bytes on each GPU                                                                     |
 |-------------|---------------------------------------------------------------------------------------|
 | weights     | numel * b / t; with fp8 every matrix but embedding and head has one byte an element    |
-| staging     | the weights once more as they are published: adoption brings them beside the old ones  |
+| staging     | the weights once more as they are published: adoption brings them beside the old ones; |
+|             | twice with lora.serving="merged" (base and sum); room for pinned adapters otherwise    |
 | activations | T * b * (4h + 4w/t) + (S + R) * vocabulary * LOGIT, R = tokens of a scored sequence:   |
 |             | residual, input, norm, output; two halves of an MLP, their product, its fp8 copy;      |
 |             | logits in b and, in sampling, up to three times in float32                             |
@@ -21,13 +22,17 @@ prefill_tokens, S sequences, h = hidden size, w = rows of the widest matrix but 
 The constants were chosen without a GPU at hand; the price of too much is a smaller cache.
 """
 
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from asyncrl.config import VllmEngineConfig
+from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.model_facts import ModelFacts
+
+log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of one step of an engine that shares its GPU; vLLM's own choice is twice as many."""
@@ -59,10 +64,22 @@ class Split:
         return self.share - rest
 
 
+def model_copies(lora: LoraConfig) -> int:
+    """Whole models that an engine keeps beside its own weights while it adopts."""
+    return 2 if lora.rank and lora.serving == "merged" else 1
+
+
 def divide(
-    config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype, *, total_bytes: int
+    config: VllmEngineConfig,
+    model: ModelFacts,
+    dtype: torch.dtype,
+    *,
+    total_bytes: int,
+    num_copies: int = 1,
 ) -> Split:
     """The split of a GPU of `total_bytes` for engine.engines_per_gpu engines that compute in `dtype`.
+
+    Each keeps `num_copies` models for adoption (`model_copies`).
 
     Raises:
         ConfigError: an engine has no room for the cache of a single completion, in figures; or the
@@ -77,15 +94,43 @@ def divide(
     split = Split(
         share=int(config.gpu_memory_utilization * total_bytes / engines),
         weights=weight_bytes(config, model, dtype),
-        staging=staging_bytes(config, model, dtype),
+        staging=num_copies * staging_bytes(config, model, dtype),
         activations=activation_bytes(config, model, dtype),
         graphs=0 if config.enforce_eager else 2 * GRAPHS * model.num_layers * GRAPH_LAYER,
     )
-    context = min(model.num_positions, config.max_prompt_tokens + config.max_completion_tokens)
+    context = _context(config, model)
     one = context * cache_bytes_per_token(config, model, dtype)
     if split.cache < one:
         raise ConfigError(_too_small(config, split, one, context, total_bytes))
     return split
+
+
+def shared_gpu_arguments(
+    config: VllmEngineConfig,
+    model: ModelFacts,
+    dtype: torch.dtype,
+    total_bytes: int,
+    num_copies: int = 1,
+) -> dict[str, Any]:
+    """EngineArgs that keep one of several engines to its part of a GPU of `total_bytes`.
+
+    Raises:
+        ConfigError: it does not fit; see the top.
+    """
+    split = divide(config, model, dtype, total_bytes=total_bytes, num_copies=num_copies)
+    per_token = cache_bytes_per_token(config, model, dtype)
+    full = split.cache // (per_token * _context(config, model))
+    log.info(
+        "one of %s engines on this GPU: a KV cache of %.2f GiB holds %d completions of full length "
+        "(engine.max_concurrent_completions=%d)",
+        config.engines_per_gpu, split.cache / 2**30, full, config.max_concurrent_completions,
+    )  # fmt: skip
+    return {
+        # What vLLM wants to find free when it starts; it takes what is said below.
+        "gpu_memory_utilization": split.share / total_bytes,
+        "kv_cache_memory_bytes": split.cache,
+        "max_num_batched_tokens": prefill_tokens(config),
+    }
 
 
 def weight_bytes(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype) -> int:
@@ -132,12 +177,16 @@ def cache_bytes_per_token(config: VllmEngineConfig, model: ModelFacts, dtype: to
     return model.kv_values_per_token * dtype.itemsize // config.tensor_parallel_size
 
 
+def _context(config: VllmEngineConfig, model: ModelFacts) -> int:
+    return min(model.num_positions, config.max_prompt_tokens + config.max_completion_tokens)
+
+
 def _too_small(
     config: VllmEngineConfig, split: Split, one: int, context: int, total_bytes: int
 ) -> str:
     parts = {
         "weights": split.weights,
-        "a second copy for adoption": split.staging,
+        "copies for adoption": split.staging,
         "activations": split.activations,
         "CUDA graphs": split.graphs,
         "the process": PROCESS,

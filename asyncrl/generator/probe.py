@@ -26,8 +26,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.generator.choice import COUNTS, Choice, Option, choose, rows_each, table
 from asyncrl.generator.engine import Engine, SampleRequest
 from asyncrl.generator.engines import prepare_vllm
+from asyncrl.generator.hf_engine import NO_LORA
 from asyncrl.generator.hf_model import choose_device, choose_dtype
-from asyncrl.generator.memory import divide, prefill_tokens
+from asyncrl.generator.memory import divide, model_copies, prefill_tokens
 from asyncrl.generator.model_facts import ModelFacts, describe_model
 
 MAX_CONTEXT = 1024
@@ -75,7 +76,10 @@ def probe(config: RunConfig, *, num_cores: int) -> Choice:
     prepare_vllm()
     model = describe_model(config.model.path)
     blank = [Option(engines=n, rows=rows_each(config, n)) for n in COUNTS]
-    obstacles = {o.engines: obstacle(engine, model, o, num_cores=num_cores) for o in blank}
+    copies = model_copies(config.lora)
+    obstacles = {
+        o.engines: obstacle(engine, model, o, num_cores=num_cores, num_copies=copies) for o in blank
+    }
     rows = {n: o.rows for n, o in zip(COUNTS, blank, strict=True) if not obstacles[n]}
     steps = measure(config, model, rows.values())
     options = []
@@ -96,7 +100,14 @@ def probe(config: RunConfig, *, num_cores: int) -> Choice:
     return choose(options)
 
 
-def obstacle(engine: VllmEngineConfig, model: ModelFacts, option: Option, *, num_cores: int) -> str:
+def obstacle(
+    engine: VllmEngineConfig,
+    model: ModelFacts,
+    option: Option,
+    *,
+    num_cores: int,
+    num_copies: int = 1,
+) -> str:
     """Why a place cannot have that many engines; empty if it can."""
     if option.engines == 1:
         return ""
@@ -116,7 +127,8 @@ def obstacle(engine: VllmEngineConfig, model: ModelFacts, option: Option, *, num
     dtype = choose_dtype(engine.dtype, choose_device("auto"))
     _, total_bytes = torch.cuda.mem_get_info()
     try:
-        divide(engine.model_copy(update=changes), model, dtype, total_bytes=total_bytes)
+        changed = engine.model_copy(update=changes)
+        divide(changed, model, dtype, total_bytes=total_bytes, num_copies=num_copies)
     except ConfigError as error:
         return str(error)
     return ""
@@ -145,7 +157,14 @@ def measure(
     if torch.cuda.is_available():
         more["max_num_batched_tokens"] = prefill_tokens(settings)
         more["cudagraph_capture_sizes"] = sorted({min(size, LARGEST_GRAPH) for size in sizes})
-    engine = VllmEngine(config.model.path, settings.model_copy(update=changes), more_arguments=more)
+    engine = VllmEngine(
+        config.model.path,
+        settings.model_copy(update=changes),
+        # Merged adapters cost nothing a token, and their base would have to be loaded.
+        lora=config.lora if config.lora.serving == "pinned" else NO_LORA,
+        max_staleness=config.pipeline.max_staleness,
+        more_arguments=more,
+    )
     found = {}
     try:
         for size in sizes:

@@ -20,7 +20,6 @@ output is `request_id`, `new_token_ids`, `new_logprobs.logprobs`, `new_prompt_lo
 `finish_reason`, the same in 0.26, 0.32 and 0.33.
 """
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,12 +36,10 @@ from vllm.usage.usage_lib import UsageContext
 from asyncrl.config import VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightMismatchError
 from asyncrl.generator.hf_model import choose_device, choose_dtype
-from asyncrl.generator.memory import cache_bytes_per_token, divide, prefill_tokens
+from asyncrl.generator.memory import shared_gpu_arguments
 from asyncrl.generator.model_facts import ModelFacts
 from asyncrl.generator.vllm_reload import Reloader
 from asyncrl.generator.vllm_worker import EXTENSION
-
-log = logging.getLogger(__name__)
 
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -69,7 +66,9 @@ def check_version(version: str = vllm.__version__) -> None:
         )
 
 
-def engine_arguments(path: str, config: VllmEngineConfig, model: ModelFacts) -> dict[str, Any]:
+def engine_arguments(
+    path: str, config: VllmEngineConfig, model: ModelFacts, *, num_copies: int = 1
+) -> dict[str, Any]:
     """EngineArgs for sampling with the log-probs of what is really sampled, on this device.
 
     A CPU would give almost all its memory to the cache; it gets what full completions need and a
@@ -108,32 +107,8 @@ def engine_arguments(path: str, config: VllmEngineConfig, model: ModelFacts) -> 
         }
     elif config.engines_per_gpu != 1:
         total_bytes = current_platform.get_device_total_memory()
-        arguments |= shared_gpu_arguments(config, model, dtype, total_bytes)
+        arguments |= shared_gpu_arguments(config, model, dtype, total_bytes, num_copies)
     return arguments
-
-
-def shared_gpu_arguments(
-    config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype, total_bytes: int
-) -> dict[str, Any]:
-    """EngineArgs that keep one of several engines to its part of a GPU of `total_bytes`.
-
-    Raises:
-        ConfigError: it does not fit; see memory.py.
-    """
-    split = divide(config, model, dtype, total_bytes=total_bytes)
-    per_token = cache_bytes_per_token(config, model, dtype)
-    full = split.cache // (per_token * max_context_tokens(config, model))
-    log.info(
-        "one of %s engines on this GPU: a KV cache of %.2f GiB holds %d completions of full length "
-        "(engine.max_concurrent_completions=%d)",
-        config.engines_per_gpu, split.cache / 2**30, full, config.max_concurrent_completions,
-    )  # fmt: skip
-    return {
-        # What vLLM wants to find free when it starts; it takes what is said below.
-        "gpu_memory_utilization": split.share / total_bytes,
-        "kv_cache_memory_bytes": split.cache,
-        "max_num_batched_tokens": prefill_tokens(config),
-    }
 
 
 def max_context_tokens(config: VllmEngineConfig, model: ModelFacts) -> int:

@@ -32,6 +32,7 @@ from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.engine import Completion, SampleRequest
 from asyncrl.generator.hf_engine import NO_LORA
 from asyncrl.generator.intake import check_request
+from asyncrl.generator.memory import model_copies
 from asyncrl.generator.model_facts import describe_model
 from asyncrl.generator.vllm_compat import (
     Core,
@@ -81,7 +82,8 @@ class VllmEngine:
         self._limit = config.max_concurrent_completions
         self._policy = config.cache_policy
         self._serving = LoraServing(path, config, self._model, lora, max_staleness=max_staleness)
-        arguments = engine_arguments(path, config, self._model) | self._serving.arguments
+        arguments = engine_arguments(path, config, self._model, num_copies=model_copies(lora))
+        arguments |= self._serving.arguments
         self._core = Core(arguments | dict(more_arguments))
         self._serving.start(self._core.llm, self._core.device, version)
         self._pinned = self._serving.pinned

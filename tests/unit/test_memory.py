@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import VllmEngineConfig
+from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
-from asyncrl.generator.memory import PROCESS, divide, staging_bytes, weight_bytes
+from asyncrl.generator.memory import PROCESS, divide, model_copies, staging_bytes, weight_bytes
 from asyncrl.generator.model_facts import ModelFacts
 
 GIB = 2**30
@@ -25,6 +25,7 @@ def model(*, layers: int = 1, hidden: int = 64, wide: int = 256, vocabulary: int
         state |= {f"{i}.up": tensor(wide, hidden), f"{i}.down": tensor(hidden, wide)}
     return ModelFacts(
         state=state,
+        linear=(),
         vocabulary=vocabulary,
         num_positions=8192,
         stop_tokens=(),
@@ -64,6 +65,20 @@ def test_fp8_weights_are_a_byte_but_what_is_published_for_them_is_not() -> None:
     assert staging_bytes(fp8, model(), BF16) == 193_664
 
 
+def test_merged_adapters_need_room_for_their_base_and_for_the_sum() -> None:
+    plain, merged, pinned = (
+        divide(engine(), model(), BF16, total_bytes=80 * GIB, num_copies=model_copies(lora))
+        for lora in (
+            LoraConfig(serving="merged"),
+            LoraConfig(rank=8, serving="merged"),
+            LoraConfig(rank=8, serving="pinned"),
+        )
+    )
+    assert plain.staging == pinned.staging == 193_664
+    assert merged.staging == 387_328
+    assert plain.cache - merged.cache == 193_664
+
+
 def test_engines_that_are_cut_over_two_gpus_hold_half_of_the_weights_on_each() -> None:
     assert weight_bytes(engine(tensor_parallel_size=2), model(), BF16) == 96_832
     one = divide(engine(), model(), BF16, total_bytes=80 * GIB)
@@ -86,7 +101,7 @@ def test_what_does_not_fit_is_told_in_figures_with_the_keys_to_change() -> None:
     assert "engine.engines_per_gpu=4: each engine has 1.49 GiB" in text
     assert "engine.gpu_memory_utilization=0.85 of 7.00 GiB" in text
     # 1.5 GiB + 387,328 + 23,931,520 + 40,108,032 + 120 tokens * 128 numbers * 2 bytes = 1.56 GiB
-    assert "needs 1.56 GiB: 0.00 for weights, 0.00 for a second copy for adoption, 0.02 for" in text
+    assert "needs 1.56 GiB: 0.00 for weights, 0.00 for copies for adoption, 0.02 for" in text
     assert "0.00 for the cache of one completion of 120 tokens" in text
     assert text.endswith("lower engine.engines_per_gpu, or raise engine.gpu_memory_utilization")
 
