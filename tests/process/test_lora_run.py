@@ -1,5 +1,6 @@
 """An adapter is trained by real processes, and a run with it goes on from its checkpoint."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,27 @@ def test_an_adapter_learns_the_task_and_is_all_that_a_resumed_run_needs(tmp_path
     code, output = finish(start_run(config, run_dir, *more, "pipeline.num_steps=31", "lora.rank=4"))
     assert code == 1, output
     assert "another model, task, seed or adapter" in output
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_vllm_samples_every_version_under_its_own_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, make_tiny_model(tmp_path / "tiny", hidden=128))
+    process = start_run(
+        config, run_dir, "lora.rank=8", "optimizer.learning_rate=5e-3", "pipeline.num_steps=5",
+        "pipeline.max_staleness=0", "engine.kind=vllm", "engine.dtype=float32",
+        "engine.enforce_eager=true", "engine.max_concurrent_completions=16",
+        "engine.max_prompt_tokens=32", "engine.max_completion_tokens=8",
+    )  # fmt: skip
+    code, output = finish(process)
+    assert code == 0, output
+    steps = [record for record in records(run_dir) if not record["optimizer/skipped"]]
+    assert len(steps) >= 4
+    # At staleness 0 in float32 the learner's log-probs are the engine's.
+    assert all(record["mismatch/max"] < 1e-3 for record in steps)
+    for rollout in records(run_dir, "rollouts"):
+        assert rollout["version_spans"] == [[rollout["step"], 0, rollout["num_tokens"]]]
