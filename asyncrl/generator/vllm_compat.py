@@ -33,6 +33,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from asyncrl.config import VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightMismatchError
+from asyncrl.generator.engine import Precision
 from asyncrl.generator.hf_model import choose_device, choose_dtype
 from asyncrl.generator.model_facts import ModelFacts
 from asyncrl.generator.vllm_reload import Reloader
@@ -98,6 +99,14 @@ def engine_arguments(path: str, config: VllmEngineConfig, model: ModelFacts) -> 
             "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, context),
         }
     return arguments
+
+
+def precision(config: VllmEngineConfig) -> Precision:
+    """What the engine computes in."""
+    if config.quantization != "none":
+        return "fp8"
+    dtype = choose_dtype(config.dtype, choose_device("auto"))
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
 def max_context_tokens(config: VllmEngineConfig, model: ModelFacts) -> int:

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from asyncrl.config import VllmEngineConfig
 from asyncrl.errors import WeightMismatchError
-from asyncrl.generator.engine import Completion, SampleRequest
-from asyncrl.generator.intake import check_request
+from asyncrl.generator.engine import Completion, Precision, SampleRequest
+from asyncrl.generator.intake import check_request, check_sequence
 from asyncrl.generator.model_facts import describe_model
 from asyncrl.generator.offer import check_offer, collect
 from asyncrl.generator.vllm_compat import (
@@ -38,6 +38,7 @@ from asyncrl.generator.vllm_compat import (
     check_version,
     engine_arguments,
     max_context_tokens,
+    precision,
     sampling_params,
     scoring_params,
 )
@@ -100,6 +101,7 @@ class VllmEngine:
         self._max_context = max_context_tokens(config, self._model)
         self._limit = config.max_concurrent_completions
         self._policy = config.cache_policy
+        self._precision = precision(config)
         self._core = Core(engine_arguments(path, config, self._model) | dict(more_arguments))
         self._version = version
         self._num_adoptions = 0
@@ -117,6 +119,11 @@ class VllmEngine:
     def device(self) -> torch.device:
         """Where the model is; the CPU if it is cut over several workers."""
         return self._core.device
+
+    @property
+    def precision(self) -> Precision:
+        """What the model's products are computed in."""
+        return self._precision
 
     @property
     def num_unfinished(self) -> int:
@@ -223,12 +230,11 @@ class VllmEngine:
         Running completions get a token or more meanwhile; the next `step` returns the finished.
 
         Raises:
-            ValueError: T is not in 2 .. max_context_tokens - 1 (vLLM samples one more).
+            ValueError: T is not in 2 .. max_context_tokens - 1 (vLLM samples one more), or a token
+                is outside the vocabulary.
         """
-        if not 2 <= len(tokens) < self._max_context:
-            raise ValueError(
-                f"a scored sequence has 2 .. {self._max_context - 1} tokens, got {len(tokens)}"
-            )
+        limit = self._max_context - 1
+        check_sequence(tokens, vocabulary=self._model.vocabulary, max_tokens=limit)
         name = self._core.add(tokens.tolist(), scoring_params(), salt=str(self._num_adoptions))
         parts: list[torch.Tensor] = []
         while True:
