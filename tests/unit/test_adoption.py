@@ -168,13 +168,14 @@ def test_a_sound_engine_in_bfloat16_passes_every_check_of_a_long_run(path, tmp_p
 def test_a_fault_that_comes_later_is_caught_at_the_next_check(path, learner, tmp_path):
     engine = start(HFEngine, path)
     adopter = adopter_of(engine)
+    for version in range(1, 5):  # the last check was at version 3
+        learner.step()
+        if version == 4:
+            engine.__class__ = Skipping
+        adopter.adopt(learner.publish(version, tmp_path=tmp_path))
+    learner.step()
     with pytest.raises(WeightMismatchError, match="after adopting version 5"):
-        for version in range(1, 9):
-            learner.step()
-            staged = learner.publish(version, tmp_path=tmp_path)
-            if version == 4:
-                engine.__class__ = Skipping
-            adopter.adopt(staged)
+        adopter.adopt(learner.publish(5, tmp_path=tmp_path))
 
 
 def test_versions_without_logprobs_are_adopted_unchecked(path, learner, tmp_path):

@@ -118,7 +118,9 @@ def test_weights_that_come_during_an_evaluation_are_adopted_after_it(path, parts
         mailbox.close("test")
     [done] = [one for one in came if isinstance(one, m.EvalDone)]
     assert (done.version, done.num_samples + done.num_unscored) == (0, 6)
-    *samples, adoption = parts["engine"].events
+    events = parts["engine"].events
+    assert [event[0] for event in events] == ["finished"] * 6 + ["adopted"]
+    *samples, adoption = events
     asked = [EVAL_IDS + ordinal for ordinal in range(3) for _ in range(2)]
     assert sorted(request_id for _, request_id, _ in samples) == asked
     for _, _, [span] in samples:
