@@ -4,6 +4,7 @@ version, an engine with a fault ends in WeightMismatchError. The faults are in s
 
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,10 +46,10 @@ class Learning:
                 noise = torch.randn(weights.shape, generator=self.draw)
                 weights += size * weights.abs().mean() * noise
 
-    def publish(self, version, *, due=True, transport="shm", tmp_path, epoch=0):
+    def publish(self, version, *, due=True, off=False, transport="shm", tmp_path, epoch=0):
         """Staged weights of a generator that hears of no other version."""
         scores = self.prober.score(self.policy, num_passed=0) if due else None
-        probe = self.prober.probe(version, scores)
+        probe = None if off else self.prober.probe(version, scores)
         tensors = named_weights(self.policy.model)
         with (
             learning(tensors, tmp_path, transport, epoch=epoch) as learner,
@@ -183,10 +184,18 @@ def test_versions_without_logprobs_are_adopted_unchecked(path, learner, tmp_path
     learner.step()
     adopter.adopt(learner.publish(1, due=False, tmp_path=tmp_path))
     assert adopter.totals == {"adopted": 1.0, "canary/checks": 0.0, "canary/distance": 0.0}
-    # But the engine was scored before, so that the next one can be.
+    # The engine was scored before it, though, so that the next one can be.
     learner.step()
     with pytest.raises(WeightMismatchError, match="after adopting version 2"):
         adopter.adopt(learner.publish(2, tmp_path=tmp_path))
+
+
+def test_without_a_probe_nothing_is_scored(path, learner, tmp_path):
+    adopter = adopter_of(start(Skipping, path))
+    for version in (1, 2):
+        learner.step()
+        adopter.adopt(learner.publish(version, off=True, tmp_path=tmp_path))
+    assert adopter.totals == {"adopted": 2.0, "canary/checks": 0.0, "canary/distance": 0.0}
 
 
 def test_a_learner_that_comes_back_is_compared_at_once(path, learner, tmp_path):
@@ -218,8 +227,8 @@ def test_an_engine_refuses_to_score_what_it_cannot(path):
     for tokens, message in (
         (prompt(1), f"2 .. {limit} tokens, got 1"),
         (prompt(limit + 1), f"2 .. {limit} tokens, got {limit + 1}"),
-        (prompt(5) + 100, r"token ids outside 0 .. 99"),
-        (prompt(5) - 100, r"token ids outside 0 .. 99"),
+        (np.array([5, 100], np.int32), "token ids outside 0 .. 99"),
+        (np.array([5, -1], np.int32), "token ids outside 0 .. 99"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.score(tokens)
