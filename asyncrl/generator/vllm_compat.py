@@ -34,6 +34,7 @@ from vllm.usage.usage_lib import UsageContext
 from asyncrl.config import VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightMismatchError
 from asyncrl.generator.engine import Precision
+from asyncrl.generator.engine_workers import EngineWorkers
 from asyncrl.generator.hf_model import choose_device, choose_dtype
 from asyncrl.generator.model_facts import ModelFacts
 from asyncrl.generator.vllm_reload import Reloader
@@ -168,12 +169,14 @@ class Core:
         Raises:
             ConfigError: vLLM cannot start with this model on this device.
         """
+        self._workers = EngineWorkers()
         try:
             self._llm = LLMEngine.from_engine_args(
                 EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
             )
         except (ValueError, RuntimeError, OSError, ImportError, KeyError, AssertionError) as error:
             raise ConfigError(explain_start_failure(arguments["model"], error)) from error
+        self._workers.started()
         self._reloader = Reloader(self._llm)
         self._client = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
@@ -197,9 +200,14 @@ class Core:
         return name
 
     def poll(self) -> list[Any]:
-        """Run one step; what the requests got that sampled a token or finished."""
-        outputs: list[Any] = self._client.get_output().outputs
-        return outputs
+        """Run one step; what the requests got that sampled a token or finished.
+
+        Raises:
+            PeerLostError: a worker process has died.
+        """
+        with self._workers.guard():
+            outputs: list[Any] = self._client.get_output().outputs
+            return outputs
 
     def abort(self, names: list[str]) -> None:
         """Forget requests; nothing of them is returned any more."""
@@ -207,7 +215,8 @@ class Core:
 
     def pause(self) -> list[Any]:
         """Stop after the batches in flight; their outputs. With async scheduling there is one."""
-        self._llm.sleep(level=0, mode="keep")
+        with self._workers.guard():
+            self._llm.sleep(level=0, mode="keep")
         return [output for _ in range(self._max_batches) for output in self.poll()]
 
     def resume(self) -> None:
@@ -215,8 +224,14 @@ class Core:
         self._llm.wake_up(tags=["scheduling"])
 
     def reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load a whole checkpoint, names as on disk, into the running model; only while paused."""
-        self._reloader.load(tensors)
+        """Load a whole checkpoint, names as on disk, into the running model; only while paused.
+
+        Raises:
+            PeerLostError: a worker process has died.
+            WeightMismatchError: see Reloader.load.
+        """
+        with self._workers.guard():
+            self._reloader.load(tensors)
 
     def recompute(self) -> None:
         """Throw every cached block away; running requests are prefilled again. Only while paused.
@@ -230,8 +245,13 @@ class Core:
             )
 
     def close(self) -> None:
-        """Free the engine's memory."""
-        self._client.shutdown()
+        """Free the engine's memory; after the loss of a worker nothing is left to be freed.
+
+        vLLM has stopped the other workers then, and its own shutdown may wait for ever for a socket to the
+        dead one (seen with 0.26): such a process must also end without the interpreter's own exit.
+        """
+        if not self._workers.are_lost:
+            self._client.shutdown()
 
 
 _ADVICE = (
