@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import WeightMismatchError
+
 _FULL_BYTES = 2**16
 """A disk with less room than this has just refused something."""
 
@@ -31,6 +33,12 @@ def cause(run_dir: Path, name: str, code: int) -> str:
         if _is_full(run_dir):
             what += ": the disk of run_dir is full, its error could not be written"
     return f"{name}: {what} (log: {run_dir}/logs/{name}.log)"
+
+
+def is_mismatch(run_dir: Path, name: str) -> bool:
+    """Whether a process ended because weights did not fit, or its engine did not have them."""
+    error = _error(run_dir, name)
+    return error is not None and error["type"] == WeightMismatchError.__name__
 
 
 def root_cause(run_dir: Path, ended: Iterable[tuple[str, int]]) -> str:

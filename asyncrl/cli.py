@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from asyncrl.causes import error_file
 from asyncrl.config import RunConfig, read_config, to_toml
@@ -184,10 +185,7 @@ def _learner(config: RunConfig, options: argparse.Namespace) -> int:
 
     code = _guard("learner", options, train)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # A thread of gloo that outlives its group makes the interpreter's own end an abort.
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(code)
+        _leave(code)  # a thread of gloo that outlives its group makes that an abort
     return code
 
 
@@ -205,7 +203,17 @@ def _generator(config: RunConfig, options: argparse.Namespace) -> int:
             incarnation=options.incarnation,
         )
 
-    return _guard(options.name, options, generate)
+    code = _guard(options.name, options, generate)
+    if code:
+        _leave(code)  # vLLM may wait there for a worker that has died
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process without the interpreter's own exit, in which libraries may hang or abort."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _token(config: RunConfig, options: argparse.Namespace) -> str:

@@ -150,6 +150,10 @@ class WeightsConfig(Section):
     timeout_s: float = Field(60.0, gt=0)
     """A chunk that does not arrive by then is an error."""
 
+    canary: bool = True
+    """Compare engine and learner on a fixed sequence, before the first adoption and then after ever fewer
+    of them; a generator whose log-probs are not the learner's ends the run (generator/canary.py)."""
+
 
 class CheckpointConfig(Section):
     """Saving and resuming."""

@@ -7,13 +7,16 @@ itself, at the step that sampled it.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from asyncrl.types import FinishReason, VersionSpan
+
+Precision = Literal["float32", "bfloat16", "fp8"]
+"""What an engine computes in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,10 @@ class Engine(Protocol):
         """Where `adopt` takes tensors from at no cost: they are best staged there beforehand."""
 
     @property
+    def precision(self) -> Precision:
+        """What its products are computed in: how far its log-probs may be from the learner's."""
+
+    @property
     def num_unfinished(self) -> int:
         """Completions running or waiting."""
 
@@ -104,6 +111,9 @@ class Engine(Protocol):
 
         Each is given the tokens before it, under the weights of `version` at temperature 1 over the
         whole vocabulary. No token of it is ever returned by `step`; running completions go on.
+
+        Raises:
+            ValueError: T < 2, the sequence is too long, or has tokens outside the vocabulary.
         """
 
     def close(self) -> None:

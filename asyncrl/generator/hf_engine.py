@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from asyncrl.config import LoraConfig
 from asyncrl.errors import WeightMismatchError
-from asyncrl.generator.engine import Completion, SampleRequest
+from asyncrl.generator.engine import Completion, Precision, SampleRequest
 from asyncrl.generator.hf_batch import CachedModel, PaddedBatch
 from asyncrl.generator.hf_model import choose_device, choose_dtype, load_model, load_state
-from asyncrl.generator.intake import check_request
+from asyncrl.generator.intake import check_request, check_sequence
 from asyncrl.generator.merge import Merger
 from asyncrl.generator.sampling import CompletionStream, nonfinite_rows, sample
 from asyncrl.types import FinishReason, VersionSpan
@@ -120,6 +120,11 @@ class HFEngine:
         return self._device
 
     @property
+    def precision(self) -> Precision:
+        """What the model's products are computed in."""
+        return "bfloat16" if self._model.dtype == torch.bfloat16 else "float32"
+
+    @property
     def num_unfinished(self) -> int:
         """Completions running or waiting."""
         return len(self._rows) + sum(request.num_completions for request in self._waiting)
@@ -206,7 +211,13 @@ class HFEngine:
         return self._remove_finished() + [row.completion() for row in unstarted]
 
     def score(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probs [T - 1] of tokens 1 .. T - 1, each given those before it, at temperature 1."""
+        """Log-probs [T - 1] of tokens 1 .. T - 1, each given those before it, at temperature 1.
+
+        Raises:
+            ValueError: T is not in 2 .. max_context_tokens, or a token is outside the vocabulary.
+        """
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        check_sequence(tokens, vocabulary=vocabulary, max_tokens=self.max_context_tokens)
         given = torch.from_numpy(tokens).long().to(self._device)[None]
         with torch.inference_mode():
             logits = self._model(input_ids=given, use_cache=False).logits[0, :-1].float()

@@ -2,6 +2,9 @@
 
 from collections.abc import Collection
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.generator.engine import SampleRequest
 
 
@@ -52,3 +55,20 @@ def check_request(
     ):
         if not valid:
             raise ValueError(f"request {request.request_id}: {fault}")
+
+
+def check_sequence(tokens: NDArray[np.int32], *, vocabulary: int, max_tokens: int) -> None:
+    """Refuse a sequence that the engine cannot score.
+
+    Args:
+        tokens: what was given.
+        vocabulary: token ids are in 0 .. vocabulary - 1.
+        max_tokens: of the sequence.
+
+    Raises:
+        ValueError: it has fewer than 2 tokens or more than `max_tokens`, or one outside the vocabulary.
+    """
+    if not 2 <= len(tokens) <= max_tokens:
+        raise ValueError(f"a scored sequence has 2 .. {max_tokens} tokens, got {len(tokens)}")
+    if not ((tokens >= 0) & (tokens < vocabulary)).all():
+        raise ValueError(f"a scored sequence has token ids outside 0 .. {vocabulary - 1}")

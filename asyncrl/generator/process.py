@@ -12,6 +12,7 @@ from collections import Counter
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, PeerLostError, ProtocolError
+from asyncrl.generator.adoption import Adopter
 from asyncrl.generator.engine import Completion, Engine, SampleRequest
 from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.groups import Sheaf
@@ -67,6 +68,7 @@ class Generator:
         self._evaluation: Evaluation | None = None
         self._asked: tuple[int, int] | None = None  # (epoch, version) of the open WantWork
         self._counts: Counter[str] = Counter()
+        self._adopter = Adopter(engine, tracer)
         self._next_report_s = 0.0
         self._stop: m.Stop | None = None
         if mailbox.welcome.announcement is not None:
@@ -172,10 +174,8 @@ class Generator:
         if staged.epoch > self._epoch:
             self._abandon()
         if (staged.epoch, staged.version) > (self._epoch, self._engine.version):
-            with self._tracer.span("generator/adopt"):
-                self._engine.adopt(staged.version, staged.tensors())
+            self._adopter.adopt(staged)
             self._epoch = staged.epoch
-            self._counts["adopted"] += 1
         staged.release()
 
     def _abandon(self) -> None:
@@ -281,4 +281,4 @@ class Generator:
             return
         self._next_report_s = now_s + min(self._config.broker.beat_s, _REPORT_S)
         totals = {key: float(value) for key, value in self._counts.items()}
-        self._mailbox.send(m.Counters(values=totals | self._tracer.totals()))
+        self._mailbox.send(m.Counters(values=totals | self._adopter.totals | self._tracer.totals()))

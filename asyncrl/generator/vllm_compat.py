@@ -35,6 +35,8 @@ from vllm.usage.usage_lib import UsageContext
 
 from asyncrl.config import VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightMismatchError
+from asyncrl.generator.engine import Precision
+from asyncrl.generator.engine_workers import EngineWorkers
 from asyncrl.generator.hf_model import choose_device, choose_dtype
 from asyncrl.generator.memory import shared_gpu_arguments
 from asyncrl.generator.model_facts import ModelFacts
@@ -111,6 +113,14 @@ def engine_arguments(
     return arguments
 
 
+def precision(config: VllmEngineConfig) -> Precision:
+    """What the engine computes in."""
+    if config.quantization != "none":
+        return "fp8"
+    dtype = choose_dtype(config.dtype, choose_device("auto"))
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+
+
 def max_context_tokens(config: VllmEngineConfig, model: ModelFacts) -> int:
     """Prompt plus completion may not be longer: both limits together, or the model's own."""
     return min(model.num_positions, config.max_prompt_tokens + config.max_completion_tokens)
@@ -170,12 +180,14 @@ class Core:
         Raises:
             ConfigError: vLLM cannot start with this model on this device.
         """
+        self._workers = EngineWorkers()
         try:
             self._llm = LLMEngine.from_engine_args(
                 EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
             )
         except (ValueError, RuntimeError, OSError, ImportError, KeyError, AssertionError) as error:
             raise ConfigError(explain_start_failure(arguments["model"], error)) from error
+        self._workers.started()
         self._reloader = Reloader(self._llm)
         self._client = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
@@ -206,9 +218,14 @@ class Core:
         return name
 
     def poll(self) -> list[Any]:
-        """Run one step; what the requests got that sampled a token or finished."""
-        outputs: list[Any] = self._client.get_output().outputs
-        return outputs
+        """Run one step; what the requests got that sampled a token or finished.
+
+        Raises:
+            PeerLostError: a worker process has died.
+        """
+        with self._workers.guard():
+            outputs: list[Any] = self._client.get_output().outputs
+            return outputs
 
     def abort(self, names: list[str]) -> None:
         """Forget requests; nothing of them is returned any more."""
@@ -216,7 +233,8 @@ class Core:
 
     def pause(self) -> list[Any]:
         """Stop after the batches in flight; their outputs. With async scheduling there is one."""
-        self._llm.sleep(level=0, mode="keep")
+        with self._workers.guard():
+            self._llm.sleep(level=0, mode="keep")
         return [output for _ in range(self._max_batches) for output in self.poll()]
 
     def resume(self) -> None:
@@ -224,8 +242,14 @@ class Core:
         self._llm.wake_up(tags=["scheduling"])
 
     def reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load a whole checkpoint, names as on disk, into the running model; only while paused."""
-        self._reloader.load(tensors)
+        """Load a whole checkpoint, names as on disk, into the running model; only while paused.
+
+        Raises:
+            PeerLostError: a worker process has died.
+            WeightMismatchError: see Reloader.load.
+        """
+        with self._workers.guard():
+            self._reloader.load(tensors)
 
     def recompute(self) -> None:
         """Throw every cached block away; running requests are prefilled again. Only while paused.
@@ -239,8 +263,13 @@ class Core:
             )
 
     def close(self) -> None:
-        """Free the engine's memory."""
-        self._client.shutdown()
+        """Free the engine's memory; after the loss of a worker nothing is left to be freed.
+
+        vLLM has stopped the other workers then, and its own shutdown may wait for ever for a socket to the
+        dead one (seen with 0.26): such a process must also end without the interpreter's own exit.
+        """
+        if not self._workers.are_lost:
+            self._client.shutdown()
 
 
 _ADVICE = (

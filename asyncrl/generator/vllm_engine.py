@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import WeightMismatchError
-from asyncrl.generator.engine import Completion, SampleRequest
+from asyncrl.generator.engine import Completion, Precision, SampleRequest
 from asyncrl.generator.hf_engine import NO_LORA
-from asyncrl.generator.intake import check_request
+from asyncrl.generator.intake import check_request, check_sequence
 from asyncrl.generator.memory import model_copies
 from asyncrl.generator.model_facts import describe_model
 from asyncrl.generator.vllm_compat import (
@@ -39,6 +39,7 @@ from asyncrl.generator.vllm_compat import (
     check_version,
     engine_arguments,
     max_context_tokens,
+    precision,
     sampling_params,
     scoring_params,
 )
@@ -81,6 +82,7 @@ class VllmEngine:
         self._max_context = max_context_tokens(config, self._model)
         self._limit = config.max_concurrent_completions
         self._policy = config.cache_policy
+        self._precision = precision(config)
         self._serving = LoraServing(path, config, self._model, lora, max_staleness=max_staleness)
         arguments = engine_arguments(path, config, self._model, num_copies=model_copies(lora))
         arguments |= self._serving.arguments
@@ -103,6 +105,11 @@ class VllmEngine:
     def device(self) -> torch.device:
         """Where the model is; the CPU if it is cut over several workers."""
         return self._core.device
+
+    @property
+    def precision(self) -> Precision:
+        """What the model's products are computed in."""
+        return self._precision
 
     @property
     def num_unfinished(self) -> int:
@@ -213,12 +220,11 @@ class VllmEngine:
         Running completions get a token or more meanwhile; the next `step` returns the finished.
 
         Raises:
-            ValueError: T is not in 2 .. max_context_tokens - 1 (vLLM samples one more).
+            ValueError: T is not in 2 .. max_context_tokens - 1 (vLLM samples one more), or a token
+                is outside the vocabulary.
         """
-        if not 2 <= len(tokens) < self._max_context:
-            raise ValueError(
-                f"a scored sequence has 2 .. {self._max_context - 1} tokens, got {len(tokens)}"
-            )
+        limit = self._max_context - 1
+        check_sequence(tokens, vocabulary=self._model.vocabulary, max_tokens=limit)
         lora = self._pinned.newest.request if self._pinned is not None else None
         salt = str(self._num_adoptions)
         name = self._core.add(tokens.tolist(), scoring_params(), salt=salt, lora=lora)

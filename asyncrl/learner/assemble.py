@@ -17,6 +17,7 @@ from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.inbox import Inbox
 from asyncrl.learner.model import Policy, choose_dtype, shard
 from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.probe import Prober
 from asyncrl.learner.process import Learner, StartPoint
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.recorder import Recorder
@@ -43,7 +44,7 @@ def run(config: RunConfig, *, endpoint: str, run_id: str, token: str, run_dir: P
     )
     found = _find_checkpoint(config, run_dir)
     torch.manual_seed(config.seed)
-    policy = load_policy(config, found, device)
+    policy, prober = _load(config, found, device)
     if ranks.mesh is not None:
         shard(policy, ranks.mesh)
     optimizer = Optimizer(policy, **_optimizer_settings(config))
@@ -56,10 +57,24 @@ def run(config: RunConfig, *, endpoint: str, run_id: str, token: str, run_dir: P
         resumed=found is not None,
     )
     if ranks.rank == 0:
-        _lead(config, endpoint, run_id, token, run_dir, start, ranks, policy, optimizer)
+        _lead(config, endpoint, run_id, token, run_dir, start, ranks, policy, optimizer, prober)
     else:
-        _follow(config, run_dir, start, ranks, policy, optimizer)
+        _follow(config, run_dir, start, ranks, policy, optimizer, prober)
     ranks.leave()
+
+
+def _load(
+    config: RunConfig, found: checkpoint.Checkpoint | None, device: torch.device
+) -> tuple[Policy, Prober | None]:
+    """The policy, and what its first weights say; they are loaded one after the other."""
+    prober = None
+    if found is None or config.weights.canary:
+        first = load_policy(config, None, device)
+        prober = Prober.begin(first, config)
+        if found is None:
+            return first, prober
+        del first
+    return load_policy(config, found, device), prober
 
 
 def load_policy(
@@ -99,6 +114,7 @@ def _lead(
     ranks: Ranks,
     policy: Policy,
     optimizer: Optimizer,
+    prober: Prober | None,
 ) -> None:
     """Rank 0: the broker's peer, the publisher, the record keeper."""
     weights, dtype = published_weights(policy), publication_dtype(config, policy)
@@ -140,6 +156,7 @@ def _lead(
                 publisher=publisher,
                 recorder=recorder,
                 tracer=tracer,
+                prober=prober,
                 **_optional_parts(config, ranks, policy, optimizer),
             ).run()
         finally:
@@ -165,6 +182,7 @@ def _follow(
     ranks: Ranks,
     policy: Policy,
     optimizer: Optimizer,
+    prober: Prober | None,
 ) -> None:
     """Another rank: the same steps on its share of each batch."""
     weights = published_weights(policy)
@@ -181,6 +199,7 @@ def _follow(
         publisher=None,
         recorder=None,
         tracer=Tracer(None, process=f"learner-{ranks.rank}"),
+        prober=prober,
         **_optional_parts(config, ranks, policy, optimizer),
     ).run()
 

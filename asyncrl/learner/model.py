@@ -125,6 +125,17 @@ class Policy(nn.Module):
             entropy_gradient=entropy_gradient,
         )
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are in 0 .. vocabulary - 1."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that a sequence may have."""
+        config = self.model.config.get_text_config(decoder=True)
+        return int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What is trained: the parameters under the model's own names, tied ones once, or those of
         the adapter under the names that it is published by.

@@ -23,6 +23,7 @@ from asyncrl.learner.inbox import Delivery, Inbox
 from asyncrl.learner.model import Policy, Scores
 from asyncrl.learner.objective import Objective
 from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.probe import Prober
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.recorder import Recorder
 from asyncrl.learner.step import StepResult, train_step
@@ -59,6 +60,7 @@ class Learner:
     publisher: Publisher | None
     recorder: Recorder | None
     tracer: Tracer
+    prober: Prober | None = None
     reference: Scores | None = None
     sketch: GradientSketch | None = None
     controller: StalenessController | None = None
@@ -160,10 +162,20 @@ class Learner:
             )
 
     def _publish(self, version: int) -> None:
+        scores, probe = None, None
+        if self.prober is not None:
+            with self.tracer.span(
+                "learner/probe"
+            ):  # on a GPU it runs while the snapshot is prepared
+                passed = version - self.start.version
+                scores = self.prober.score(self.policy, num_passed=passed)
         with self.tracer.span("learner/snapshot"):
             snapshot = self.snapshotter.take(version)
         if self.publisher is not None and snapshot is not None:
-            self.publisher.publish(snapshot, final=version == self.config.pipeline.num_steps)
+            if self.prober is not None:
+                probe = self.prober.probe(version, scores)
+            final = version == self.config.pipeline.num_steps
+            self.publisher.publish(snapshot, final=final, probe=probe)
 
     def _save(self, version: int, delivery: Delivery) -> None:
         every = self.config.checkpoint.every_steps

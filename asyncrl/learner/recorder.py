@@ -22,12 +22,13 @@ from asyncrl.wire.messages import Batch, EvalDone
 log = logging.getLogger(__name__)
 
 _TIMED = (
-    "wait_batch", "build", "forward", "backward", "optimizer", "snapshot", "checkpoint", "record",
+    "wait_batch", "build", "forward", "backward", "optimizer", "probe", "snapshot", "checkpoint",
+    "record",
 )  # fmt: skip
 _RATE_WINDOW_S = 2.0
 """Generators' rates are over the steps of at least this time."""
 
-_BUSY = ("build", "forward", "backward", "optimizer", "snapshot")
+_BUSY = ("build", "forward", "backward", "optimizer", "probe", "snapshot")
 
 
 class Recorder:
@@ -103,7 +104,8 @@ class Recorder:
             "version": batch.version + 1,
             "time_s": round(now_s - self._start_s, 3),
         }
-        record |= resolve(sums, batch.counts | result.counts)
+        checks = {"check": sums.get("canary/checks", 0.0)}
+        record |= resolve(sums, batch.counts | result.counts | checks)
         if result.skipped:
             record["skipped"] = result.skipped
         on, began = self._watch.step(record)

@@ -8,7 +8,7 @@ import numpy as np
 from asyncrl.types import Rollout, RolloutGroup
 from asyncrl.wire.messages import Batch, EvalDone
 
-_GENERATOR_BUSY = ("generator/decode", "generator/eval", "generator/adopt")
+_GENERATOR_BUSY = ("generator/decode", "generator/eval", "generator/adopt", "generator/canary")
 
 
 def batch_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -57,6 +57,8 @@ def generator_values(
         "rate/sampled_tokens_per_s": sampled / seconds,
         "scoring/timeouts": now.get("verdict/timeout", 0.0),
         "scoring/errors": now.get("verdict/error", 0.0),
+        "canary/distance": now.get("canary/distance", 0.0),
+        "canary/checks": now.get("canary/checks", 0.0),
         "prompts/too_long": now.get("prompts/too_long", 0.0),
     }
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Reduction = Literal["token", "measured", "sequence", "rollout", "scored", "group", "value"]
+Reduction = Literal["token", "measured", "sequence", "rollout", "scored", "group", "check", "value"]
 """What a sum is divided by: trained tokens (N), tokens and completions that went through the forward
-pass, rollouts, scored rollouts, groups; or nothing."""
+pass, rollouts, scored rollouts, groups, canary checks; or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,7 @@ METRICS: dict[str, Metric] = {
     "time/backward_s": Metric("s", "value", "backward passes"),
     "time/optimizer_s": Metric("s", "value", "gradient clipping and optimizer"),
     "time/snapshot_s": Metric("s", "value", "copying weights for publication"),
+    "time/probe_s": Metric("s", "value", "log-probs of the canary's fixed sequence"),
     "time/checkpoint_s": Metric("s", "value", "saving"),
     "time/record_s": Metric("s", "value", "writing rollouts and metrics"),
     "eval/score": Metric("score", "value", "mean score on held-out problems"),
@@ -121,6 +122,8 @@ METRICS: dict[str, Metric] = {
     "eval/tokens_mean": Metric("tokens", "value", "mean completion tokens in the evaluation"),
     "scoring/timeouts": Metric("verdicts", "value", "verdicts that hit the deadline so far"),
     "scoring/errors": Metric("verdicts", "value", "verdicts that failed so far"),
+    "canary/distance": Metric("nats", "check", "engine against learner on a fixed sequence, mean"),
+    "canary/checks": Metric("checks", "value", "such comparisons so far, all generators"),
     "prompts/too_long": Metric("prompts", "value", "prompts skipped as too long so far"),
 }
 

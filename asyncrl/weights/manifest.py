@@ -38,6 +38,7 @@ ALIGNMENT = 64
 
 MAX_CHUNK_BYTES = 64 * 2**20
 MAX_MANIFEST_BYTES = 64 * 2**20
+MAX_PROBE_TOKENS = 4096
 _FOLD_WORDS = 509
 
 DigestKind = Literal["sha256", "folded"]
@@ -83,6 +84,30 @@ class TensorSpec(_Closed):
     num_bytes: Size
 
 
+Logprob = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Probe(_Closed):
+    """A fixed sequence of tokens and the learner's log-probs of it, to compare engines with."""
+
+    tokens: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
+        Field(strict=False, min_length=2, max_length=MAX_PROBE_TOKENS),
+    ]
+    first_logprobs: Annotated[tuple[Logprob, ...], Field(strict=False)]
+    """Of tokens 1 .. T - 1, each given those before it, under the weights of model.path; nats."""
+
+    logprobs: Annotated[tuple[Logprob, ...], Field(strict=False)] | None = None
+    """The same under the manifest's version; None where it was not computed."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        for name, values in (("first_logprobs", self.first_logprobs), ("logprobs", self.logprobs)):
+            if values is not None and len(values) != len(self.tokens) - 1:
+                raise ValueError(f"{len(values)} {name} for {len(self.tokens)} tokens")
+        return self
+
+
 class Manifest(_Closed):
     """Everything a reader must know of (run, epoch, version) before it takes a byte."""
 
@@ -97,6 +122,8 @@ class Manifest(_Closed):
         tuple[Annotated[bytes, Field(min_length=32, max_length=32)], ...], Field(strict=False)
     ]
     """`digest` of every chunk_bytes of the snapshot; the last chunk may be shorter."""
+
+    probe: Probe | None = None
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:

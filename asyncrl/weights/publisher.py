@@ -28,7 +28,13 @@ from asyncrl.weights.buffers import (
     snapshot_path,
 )
 from asyncrl.weights.handover import Handover
-from asyncrl.weights.manifest import DigestKind, Manifest, digest_chunks, manifest_digest
+from asyncrl.weights.manifest import (
+    DigestKind,
+    Manifest,
+    Probe,
+    digest_chunks,
+    manifest_digest,
+)
 from asyncrl.weights.server import ChunkServer
 from asyncrl.weights.snapshot import Snapshot
 from asyncrl.wire.messages import Announcement
@@ -90,19 +96,24 @@ class Publisher:
                 token=token,
                 failure=self._failure,
             )
-        self._jobs: queue.SimpleQueue[tuple[Snapshot, bool] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Snapshot, bool, Probe | None] | None] = (
+            queue.SimpleQueue()
+        )
         # A daemon: a learner that dies of an error without close() must not hang in it.
         self._digester = threading.Thread(
             target=self._work_off, name="publisher-digester", daemon=True
         )
         self._digester.start()
 
-    def publish(self, snapshot: Snapshot, *, final: bool = False) -> None:
+    def publish(
+        self, snapshot: Snapshot, *, final: bool = False, probe: Probe | None = None
+    ) -> None:
         """Offer `snapshot`; its buffer belongs to the publisher from now on.
 
         Args:
             snapshot: taken into this publisher's `buffers`; versions must rise.
             final: no further version will follow.
+            probe: what the learner says of a fixed sequence; travels in the manifest.
 
         Raises:
             ProtocolError: its version does not rise.
@@ -115,7 +126,7 @@ class Publisher:
                 "versions of one epoch must rise"
             )
         self._newest_version = snapshot.version
-        self._jobs.put((snapshot, final))
+        self._jobs.put((snapshot, final, probe))
 
     def close(self) -> None:
         """Publish what was handed over, then stop serving and remove every file.
@@ -142,14 +153,14 @@ class Publisher:
 
     def _work_off(self) -> None:
         while (job := self._jobs.get()) is not None:
-            snapshot, final = job
+            snapshot, final, probe = job
             with self._failure:
-                self._offer(snapshot, final)
+                self._offer(snapshot, final, probe)
             if snapshot.version not in self._served:
                 # It failed. Whoever waits for a buffer shall get one, and then the error.
                 self.buffers.give_back(snapshot.buffer)
 
-    def _offer(self, snapshot: Snapshot, final: bool) -> None:
+    def _offer(self, snapshot: Snapshot, final: bool, probe: Probe | None) -> None:
         kind: DigestKind = "folded" if self._server is None else "sha256"
         manifest = Manifest(
             run_id=self._run_id,
@@ -162,6 +173,7 @@ class Publisher:
             chunk_digests=digest_chunks(
                 memoryview(snapshot.buffer.mapping), self._chunk_bytes, kind
             ),
+            probe=probe,
         )
         data = manifest.to_bytes()
         while len(self._served) >= MAX_SERVED:

@@ -46,6 +46,9 @@ class StagedWeights:
         self.epoch = fetched.manifest.epoch
         self.version = fetched.manifest.version
         self.num_bytes = fetched.manifest.total_bytes
+        self.probe = fetched.manifest.probe
+        """What the learner says of a fixed sequence, if it does."""
+
         self.start_s = start_s
         """When the fetch began, in seconds of time.monotonic()."""
 

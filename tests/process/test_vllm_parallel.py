@@ -1,6 +1,12 @@
 """One vLLM engine cut over two worker processes: the same log-probs, before and after adoptions."""
 
 import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -8,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import LoraConfig, VllmEngineConfig
+from asyncrl.errors import PeerLostError
 from asyncrl.generator.engines import make_engine
 from asyncrl.generator.vllm_worker import SHM_DIR
 from asyncrl.learner.lora import attach
@@ -17,6 +24,7 @@ from tests.models import make_tiny_model
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.process,
+    pytest.mark.timeout(180),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 
@@ -83,3 +91,50 @@ def test_two_workers_serve_versions_as_adapters_side_by_side(tmp_path, monkeypat
         np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=1e-5)
         assert {span.version for span in completion.version_spans} == {completion.request_id}
     assert list(SHM_DIR.glob("asyncrl-reload-*")) == []
+
+
+@pytest.mark.parametrize("during", ["decode", "adopt"])
+def test_a_killed_worker_is_named_and_nobody_waits_for_it(tmp_path, during):
+    path = make_tiny_model(tmp_path / "tiny", hidden=128)
+    command = [sys.executable, "-m", "tests.process.test_vllm_parallel", str(path), during]
+    environment = os.environ | {"VLLM_CPU_CI_ENV": "1"}
+    finished = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=150, check=False
+    )
+    assert finished.returncode == 0
+    found = json.loads(finished.stdout.splitlines()[-1])
+    assert found["message"].startswith(
+        f"a worker process of the engine has died: VllmWorker-1 (pid {found['pid']}, killed by SIGKILL)"
+    )
+    assert found["alive"] == []
+
+
+def kill_a_worker(path: str, during: str) -> None:
+    """In a process of its own, because it must be left without the interpreter's own exit."""
+    config = VllmEngineConfig(dtype="float32", enforce_eager=True, tensor_parallel_size=2)
+    engine = make_engine(path, config)
+    engine.submit(request(0, num_completions=2, max_tokens=400))
+    for _ in range(3):
+        engine.step()
+    first, second = sorted(multiprocessing.active_children(), key=lambda process: process.name)
+    os.kill(second.pid, signal.SIGKILL)
+    state = dict(AutoModelForCausalLM.from_pretrained(path).state_dict())
+    del state["lm_head.weight"]  # tied
+    message = ""
+    try:
+        if during == "adopt":
+            engine.adopt(1, state.items())
+        while engine.num_unfinished:
+            engine.step()
+    except PeerLostError as error:
+        message = str(error)
+    engine.close()
+    first.join(30)
+    alive = [process.name for process in (first, second) if process.is_alive()]
+    sys.stdout.write(json.dumps({"message": message, "pid": second.pid, "alive": alive}) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    kill_a_worker(*sys.argv[1:])

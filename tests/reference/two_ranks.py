@@ -1,6 +1,6 @@
-"""One of two learner ranks, started by torchrun from tests/unit/test_ranks.py.
+"""One of two learner ranks, started by torchrun from tests/unit/test_ranks.py and test_probe.py.
 
-Usage: python -m tests.reference.two_ranks {train|lora|losses|lost} MODEL OUT
+Usage: python -m tests.reference.two_ranks {train|lora|losses|probe|lost} MODEL OUT
 """
 
 import json
@@ -22,6 +22,7 @@ from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.model import Policy, shard
 from asyncrl.learner.objective import Objective
 from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.probe import fixed_tokens, sequence_logprobs
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.reference import WithoutAdapter
 from asyncrl.learner.step import StepResult
@@ -122,6 +123,22 @@ def moments(model: Path, case: str, ranks: Ranks) -> dict[str, torch.Tensor]:
     return found
 
 
+def probe(model: Path, out: Path, ranks: Ranks) -> None:
+    """Log-probs of a fixed sequence before and after three steps, one of them before each update."""
+    tokens = fixed_tokens(100, seed=0, num_tokens=64)
+    policy = load_policy(model)
+    shard(policy, ranks.mesh)
+    found = {"before": sequence_logprobs(policy, tokens)}
+    optimizer = decaying(policy)
+    for step in steps():
+        sequence_logprobs(policy, tokens)
+        run_step(policy, optimizer, split_for_ranks(step, ranks.rank, ranks.world), ranks=ranks)
+    found["after"] = sequence_logprobs(policy, tokens)
+    assert all(isinstance(value, DTensor) for _, value in policy.named_weights())
+    save(out / "saved", FACTS, policy, optimizer, tokenizer=NoTokenizer(), num_kept=1, ranks=ranks)
+    save_file(found, out / f"probes{ranks.rank}")
+
+
 class NoTokenizer:
     def save_pretrained(self, save_directory: str) -> None:
         pass
@@ -143,6 +160,10 @@ def main() -> None:
     if mode == "losses":
         for index, case in enumerate(CASES):
             save_file(moments(model, case, ranks), out / f"moments{index}-{rank}")
+        ranks.leave()
+        return
+    if mode == "probe":
+        probe(model, out, ranks)
         ranks.leave()
         return
     (out / f"bytes{rank}").write_bytes(ranks.broadcast_bytes(b"\x00batch" if rank == 0 else None))

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 import random
 import tracemalloc
 
@@ -21,7 +22,7 @@ from asyncrl.weights.manifest import (
     manifest_digest,
     tensor_views,
 )
-from tests.unit.weight_peers import huge_manifest, make_manifest
+from tests.unit.weight_peers import huge_manifest, make_manifest, make_probe
 
 
 @given(
@@ -61,9 +62,10 @@ def change_tensor(index: int, **changes) -> dict[str, object]:
     return fields
 
 
-def test_a_right_manifest_is_read_and_its_bytes_are_canonical():
-    manifest = read(make_manifest())
-    assert manifest.to_bytes() == msgpack.packb(make_manifest())
+@pytest.mark.parametrize("probe", [None, make_probe(), make_probe(logprobs=[-3.5, -0.1])])
+def test_a_right_manifest_is_read_and_its_bytes_are_canonical(probe):
+    manifest = read(make_manifest(probe=probe))
+    assert manifest.to_bytes() == msgpack.packb(make_manifest(probe=probe))
     assert [manifest.chunk_range(i) for i in range(manifest.num_chunks)] == [(0, 100), (100, 192)]
 
 
@@ -91,6 +93,20 @@ def test_a_right_manifest_is_read_and_its_bytes_are_canonical():
         change_tensor(1, offset=0),
         change_tensor(1, offset=128),
         change_tensor(1, offset=24),
+        make_manifest(probe={}),
+        make_manifest(probe=make_probe(extra=1)),
+        make_manifest(probe=make_probe(tokens=[5, 6])),
+        make_manifest(probe=make_probe(tokens=[5], first_logprobs=[])),
+        make_manifest(probe=make_probe(tokens=[5, -1, 7])),
+        make_manifest(probe=make_probe(tokens=[5, 2**31, 7])),
+        make_manifest(probe=make_probe(tokens=[5, 6.0, 7])),
+        make_manifest(probe=make_probe(tokens=[5] * 4097, first_logprobs=[-1.0] * 4096)),
+        make_manifest(probe=make_probe(first_logprobs=[-1.0])),
+        make_manifest(probe=make_probe(first_logprobs=[-1.0, math.nan])),
+        make_manifest(probe=make_probe(first_logprobs=None)),
+        make_manifest(probe=make_probe(logprobs=[-1.0, -math.inf])),
+        make_manifest(probe=make_probe(logprobs=[-1.0])),
+        make_manifest(probe=make_probe(logprobs=["-1", "-2"])),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(fields):

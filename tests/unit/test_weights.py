@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import PeerLostError, ProtocolError
 from asyncrl.weights.fetch import lock_for_reading
+from asyncrl.weights.manifest import Probe
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import Snapshotter
 from asyncrl.wire import messages
@@ -84,6 +86,19 @@ def test_work_in_place_on_received_weights_stays_with_this_reader(transport, tmp
             tensor.mul_(5)
         ((_, seen),) = fetch(other, announcement).tensors()
         assert torch.equal(seen, weight)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_the_learner_says_of_a_fixed_sequence_arrives_bit_exact(transport, tmp_path):
+    values = [float(value) for value in np.float32([-1 / 3, -2e-7])]
+    probe = Probe(tokens=[5, 2**31 - 1, 0], first_logprobs=values, logprobs=values[::-1])
+    tensors = [("a", torch.ones(3))]
+    with learning(tensors, tmp_path, transport) as learner, generating(tmp_path) as subscriber:
+        staged = fetch(subscriber, learner.publish(0, probe=probe))
+        assert staged.probe == probe
+        staged.release()
+        staged = fetch(subscriber, learner.publish(1))
+        assert staged.probe is None
 
 
 def test_weights_cannot_be_read_after_their_release(tmp_path):

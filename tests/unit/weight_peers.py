@@ -35,14 +35,14 @@ class Learner:
         buffers = self.publisher.buffers
         self._snapshotter = Snapshotter(tensors, dtype=None, buffers=buffers)
 
-    def publish(self, version: int, *, final: bool = False) -> messages.Announcement:
-        self.publish_only(version, final=final)
+    def publish(self, version: int, **options) -> messages.Announcement:
+        self.publish_only(version, **options)
         return self.announcement()
 
-    def publish_only(self, version: int, *, final: bool = False) -> None:
+    def publish_only(self, version: int, **options) -> None:
         snapshot = self._snapshotter.take(version)
         assert snapshot is not None
-        self.publisher.publish(snapshot, final=final)
+        self.publisher.publish(snapshot, **options)
 
     def announcement(self) -> messages.Announcement:
         return self._announced.get(timeout=WAIT_S)
@@ -114,8 +114,14 @@ def make_manifest(**changes) -> dict[str, object]:
         "chunk_bytes": 100,
         "digest_kind": "sha256",
         "chunk_digests": [hashlib.sha256(bytes(100)).digest(), hashlib.sha256(bytes(92)).digest()],
+        "probe": None,
     }
     return fields | changes
+
+
+def make_probe(**changes) -> dict[str, object]:
+    """Fields of a right probe of three tokens, and `changes`."""
+    return {"tokens": [5, 6, 7], "first_logprobs": [-1.0, -2.0], "logprobs": None} | changes
 
 
 def huge_manifest() -> dict[str, object]:

@@ -1,0 +1,142 @@
+"""The generator's loop with a scripted broker; everything else is real."""
+
+import threading
+
+import pytest
+from transformers import AutoTokenizer
+
+from asyncrl.config import RunConfig
+from asyncrl.generator.evaluation import EVAL_IDS
+from asyncrl.generator.hf_engine import HFEngine
+from asyncrl.generator.process import Generator
+from asyncrl.generator.prompts import PromptRenderer
+from asyncrl.tasks import make_task
+from asyncrl.tasks.scoring import ScoringPool
+from asyncrl.telemetry.trace import Tracer
+from asyncrl.types import VersionSpan
+from asyncrl.weights.snapshot import named_weights
+from asyncrl.weights.subscriber import Subscriber
+from asyncrl.wire import messages as m
+from asyncrl.wire.mailbox import Mailbox
+from tests.models import make_tiny_model
+from tests.reference.stepping import load_policy
+from tests.unit.peers import PATIENCE_S, brokered
+from tests.unit.weight_peers import learning
+
+HELLO = m.Hello(role="generator", name="g", run_id="run", config_digest="d")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+class Prompt(Subscriber):
+    """Fetches while its caller waits: what was announced is ready when it is next asked for."""
+
+    heard = False
+
+    def start(self, announcement):
+        super().start(announcement)
+        self.heard = True
+
+    def ready(self):
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._staged or not (self._busy or self._target), PATIENCE_S
+            )
+        return super().ready()
+
+
+class Recorded(HFEngine):
+    """Keeps what happened; decodes nothing of an evaluation before new weights were announced."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.subscriber = None
+        self.events = []
+
+    def step(self):
+        if not self.subscriber.heard:
+            return []
+        finished = super().step()
+        self.events += [("finished", c.request_id, c.version_spans) for c in finished]
+        return finished
+
+    def adopt(self, version, tensors):
+        super().adopt(version, tensors)
+        self.events.append(("adopted", version))
+
+
+@pytest.fixture
+def parts(path, tmp_path):
+    """A generator's parts; evaluations of 3 prompts, 2 samples each."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(path)},
+            "task": {"kind": "repeat_letter", "num_letters": 4},
+            "engine": {"max_completion_tokens": 8, "max_concurrent_completions": 8},
+            "eval": {"num_prompts": 3, "samples_per_prompt": 2},
+        }
+    )
+    engine = Recorded(str(path), device="cpu", dtype="float32", max_concurrent_completions=8)
+    subscriber = engine.subscriber = Prompt("run", shm_dir=tmp_path)
+    pool = ScoringPool(
+        config.task, config.seed, num_workers=1, deadline_s=PATIENCE_S, max_memory_bytes=2**30
+    )
+    renderer = PromptRenderer(AutoTokenizer.from_pretrained(path), make_task(config.task, seed=0))
+    tracer = Tracer(None, process="g")
+    yield {
+        "config": config, "engine": engine, "renderer": renderer, "pool": pool,
+        "subscriber": subscriber, "tracer": tracer,
+    }  # fmt: skip
+    pool.close()
+    subscriber.close()
+    engine.close()
+
+
+def test_weights_that_come_during_an_evaluation_are_adopted_after_it(path, parts, tmp_path):
+    # F090. The evaluation goes on only once the generator has heard of the new weights, and from then on
+    # they are there whenever it looks.
+    settings = parts.pop("config")
+    with (
+        brokered(m.Welcome(beat_s=1.0, silence_s=PATIENCE_S)) as broker,
+        learning(named_weights(load_policy(path).model), tmp_path, "shm", epoch=0) as learner,
+    ):
+        mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
+        broker.send(m.Evaluate(version=0))
+        broker.send(learner.publish(1))
+        thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
+        thread.start()
+        came = []
+        while not any(isinstance(one, m.EvalDone) for one in came) or held(came) != (0, 1):
+            came.append(broker.get().message)
+            assert len(came) < 100  # counters come in any case, four a second
+        broker.send(m.Stop(reason="test"))
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        mailbox.close("test")
+    [done] = [one for one in came if isinstance(one, m.EvalDone)]
+    assert (done.version, done.num_samples + done.num_unscored) == (0, 6)
+    events = parts["engine"].events
+    assert [event[0] for event in events] == ["finished"] * 6 + ["adopted"]
+    *samples, adoption = events
+    asked = [EVAL_IDS + ordinal for ordinal in range(3) for _ in range(2)]
+    assert sorted(request_id for _, request_id, _ in samples) == asked
+    for _, _, [span] in samples:
+        assert isinstance(span, VersionSpan)
+        assert span.version == 0
+    assert adoption == ("adopted", 1)
+    # It reported the evaluation before it reported the new version.
+    order = [one for one in came if isinstance(one, m.EvalDone) or is_version(one, 1)]
+    assert isinstance(order[0], m.EvalDone)
+
+
+def is_version(message, version):
+    return isinstance(message, m.WantWork) and message.version == version
+
+
+def held(came):
+    """(epoch, version) that was last reported."""
+    reports = [(one.epoch, one.version) for one in came if isinstance(one, m.WantWork)]
+    return reports[-1] if reports else None
