@@ -5,10 +5,13 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from asyncrl.config import VllmEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engines import make_engine
+from asyncrl.generator.memory import divide
+from asyncrl.generator.model_facts import describe_model
 from tests.models import make_tiny_model
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
@@ -109,3 +112,21 @@ def test_a_version_whose_interfaces_were_not_read_is_refused(version):
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.2"])
 def test_a_version_in_the_range_is_taken(version):
     importlib.import_module("asyncrl.generator.vllm_compat").check_version(version)
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_one_of_several_engines_is_told_its_part_of_the_gpu_before_vllm_looks_at_it(tiny):
+    compat = importlib.import_module("asyncrl.generator.vllm_compat")
+    model = describe_model(str(tiny))
+    config = VllmEngineConfig(engines_per_gpu=4, gpu_memory_utilization=0.8)
+    total_bytes = 80 * 2**30
+    found = compat.shared_gpu_arguments(config, model, torch.bfloat16, total_bytes)
+    split = divide(config, model, torch.bfloat16, total_bytes=total_bytes)
+    assert found == {
+        "gpu_memory_utilization": pytest.approx(0.2),  # 0.8 of it among 4
+        "kv_cache_memory_bytes": split.cache,
+        "max_num_batched_tokens": 8192,
+    }
+    with pytest.raises(ConfigError, match=r"engines_per_gpu=4: each engine has 0\.20 GiB"):
+        compat.shared_gpu_arguments(config, model, torch.bfloat16, 2**30)
