@@ -132,7 +132,7 @@ def _mean(values: Sequence[float], rng: np.random.Generator) -> dict[str, float]
 
 
 def _mean_curve(done: Sequence[Row], rng: np.random.Generator) -> list[dict[str, float]]:
-    """Mean score over the runs that have an evaluation of that version, which is all of them."""
+    """Mean score by version, where all runs have one: a kill may have cost a resumed run some."""
     scores: dict[int, list[float]] = {}
     samples: dict[int, int] = {}
     seconds: dict[int, list[float]] = {}
@@ -142,7 +142,7 @@ def _mean_curve(done: Sequence[Row], rng: np.random.Generator) -> list[dict[str,
             seconds.setdefault(point["version"], []).append(point["seconds"])
             samples[point["version"]] = point["samples"]
     points = []
-    for version in sorted(scores):
+    for version in sorted(v for v in scores if len(scores[v]) == len(done)):
         low, high = percentile_interval(scores[version], rng)
         points.append(
             {

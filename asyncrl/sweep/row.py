@@ -105,7 +105,11 @@ def _head(run: PlannedRun, seconds: float) -> Row:
 def _curve(
     run: PlannedRun, steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, float]]:
-    """Score against samples and seconds."""
+    """Score against samples and seconds, of the evaluations that every such run makes.
+
+    A resumed run evaluates the version that it resumes at once more, which others have not.
+    """
+    every, last = run.config.eval.every_steps, run.config.pipeline.num_steps
     seconds_of = {0: 0.0}
     clock_s = 0.0
     for index, record in enumerate(steps):
@@ -120,6 +124,7 @@ def _curve(
             "num_samples": e["num_samples"],
         }
         for e in evals
+        if e["version"] in (0, last) or (every and e["version"] % every == 0)
     ]
 
 

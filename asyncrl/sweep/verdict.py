@@ -135,7 +135,7 @@ def _sentence(
     if not comparisons:
         return head + f"only k = {baseline}, nothing to compare."
     if obstacle is not None:
-        return head + f"no verdict, because of k = {baseline} {obstacle.note}."
+        return head + f"no verdict, because of k = {baseline}: {obstacle.note}."
     few = next((c for c in comparisons if c.status == "few"), None)
     if few is not None:
         return head + f"no verdict: {few.note} at k = {few.k}, {MIN_SEEDS} are needed."
