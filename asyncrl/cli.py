@@ -4,6 +4,7 @@
     asyncrl config CONFIG [section.key=value ...]   the resolved configuration, commented
     asyncrl probe CONFIG [section.key=value ...]    how many vLLM engines a GPU of this host should have
     asyncrl broker|learner|generator CONFIG ...     one process, for runs over several hosts
+    asyncrl sweep SWEEP [key=value ...]             many runs that differ in k, and a verdict
 
 A process is imported only when asked for. The outermost frame of each process is here: it turns an
 error into one line, a record for the supervisor, and an exit code (0 done, 1 failed, 2 usage or config).
@@ -27,6 +28,7 @@ from asyncrl.config import RunConfig, read_config, to_toml
 from asyncrl.errors import ConfigError
 from asyncrl.family import die_with_parent
 from asyncrl.run_folder import read_key, run_folder
+from asyncrl.sweep.settings import SweepSettings, read_sweep
 
 log = logging.getLogger("asyncrl")
 
@@ -35,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, do it, exit."""
     options = _parser().parse_args(arguments)
     try:
-        config = read_config(Path(options.config), options.overrides)
-        sys.exit(options.do(config, options))
+        sys.exit(options.do(options.read(Path(options.config), options.overrides), options))
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"asyncrl: {error}\n")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=summary)
         sub.add_argument("config", help="TOML file")
         sub.add_argument("overrides", nargs="*", help="section.key=value, applied left to right")
-        sub.set_defaults(do=do)
+        sub.set_defaults(do=do, read=read_config)
         return sub
 
     command("run", "start and supervise a whole run on this host", _run)
@@ -73,7 +74,26 @@ def _parser() -> argparse.ArgumentParser:
             default_name = name if name == "learner" else f"{name}-{secrets.token_hex(3)}"
             sub.add_argument("--name", default=default_name, help="unique in the run")
             sub.add_argument("--incarnation", type=int, default=0, help=argparse.SUPPRESS)
+    _add_sweep(commands.add_parser("sweep", help="many runs that differ in k, and a verdict"))
     return parser
+
+
+def _add_sweep(sub: argparse.ArgumentParser) -> None:
+    """Its file is of another kind (sweep/settings.py)."""
+    sub.add_argument("config", metavar="sweep", help="TOML file")
+    sub.add_argument("overrides", nargs="*", help="key=value of that file, as num_parallel=8")
+    sub.add_argument("--shard", default="0/1", metavar="I/N", help="only part I of N, 0 <= I < N")
+    sub.add_argument("--report", action="store_true", help="start nothing; result of what is there")
+    sub.set_defaults(do=_sweep, read=read_sweep)
+
+
+def _sweep(settings: SweepSettings, options: argparse.Namespace) -> int:
+    from asyncrl.sweep.command import sweep
+
+    index, slash, count = options.shard.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        raise ConfigError(f"--shard {options.shard}: expected I/N, as 0/4")
+    return sweep(settings, part=(int(index), int(count)), report_only=options.report)
 
 
 def _config(config: RunConfig, _options: argparse.Namespace) -> int:

@@ -30,21 +30,47 @@ def run_folder(config: RunConfig) -> Iterator[Path]:
     if config.checkpoint.resume:
         _check_unfinished(config)
     path = Path(config.run_dir) if config.run_dir else _unused(config.name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"run_dir={str(path)!r} cannot be used: {error.strerror}") from error
-    try:
-        _take(lock, path)
+    with exclusive(path, key="run_dir"):
         if (path / "run.json").exists() and not config.checkpoint.resume:
             raise ConfigError(
                 f"run_dir={str(path)!r} already holds a run; choose another folder, or continue it "
                 "with checkpoint.resume=true"
             )
         yield path.resolve()
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, *, key: str, name: str = "lock") -> Iterator[None]:
+    """Make the folder if need be, and be the only one to hold its lock `name`; `key` named it.
+
+    Raises:
+        ConfigError: somebody holds it, or the folder cannot be written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{key}={str(path)!r} cannot be used: {error.strerror}") from error
+    try:
+        _take(lock, path, key)
+        yield
     finally:
         os.close(lock)
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a run that has not ended holds the folder."""
+    try:
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _check_unfinished(config: RunConfig) -> None:
@@ -74,12 +100,12 @@ def _unused(name: str) -> Path:
             return path
 
 
-def _take(lock: int, path: Path) -> None:
+def _take(lock: int, path: Path, key: str) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(
-            f"run_dir={str(path)!r} is in use by a run that has not ended; stop that one first, or "
+            f"{key}={str(path)!r} is in use by a run that has not ended; stop that one first, or "
             "choose another folder"
         ) from error
 

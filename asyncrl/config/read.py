@@ -35,14 +35,19 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for item in overrides:
-        _apply_override(tree, item)
+        apply_override(tree, item)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
 
 
-def _apply_override(tree: dict[str, Any], item: str) -> None:
+def apply_override(tree: dict[str, Any], item: str) -> None:
+    """Change `tree` by one `section.key=value`, as `read_config` says.
+
+    Raises:
+        ConfigError: `item` is of another form, or a part of its path is a value.
+    """
     dotted, equals, text = item.partition("=")
     if not equals or not dotted:
         raise ConfigError(f"override {item!r} is not of the form section.key=value")

@@ -199,6 +199,9 @@ class TelemetryConfig(Section):
 
     wandb: Literal["off", "online", "offline"] = "off"
     wandb_project: str = "asyncrl"
+    wandb_group: str = ""
+    """Runs that W&B shows together; a sweep sets it to its name."""
+
     trace: bool = True
     alerts: Literal["warn", "stop", "off"] = "warn"
     """When a metric leaves its healthy range (telemetry/alerts.py): say so, end the run, or nothing."""

@@ -39,7 +39,7 @@ def _section_toml(
             lines.append("# one of:")
             lines += [f"#   {v.model_fields['kind'].default}: {_summary(v)}" for v in variants]
         hidden = "# " if name in section.implied else ""
-        lines.append(f"{hidden}{name} = {_toml_value(value)}")
+        lines.append(f"{hidden}{name} = {toml_value(value)}")
     return lines, subsections
 
 
@@ -47,9 +47,10 @@ def _summary(section: type[Section]) -> str:
     return (section.__doc__ or "").strip().splitlines()[0]
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """One value as TOML: a scalar, a list, or a dict as an inline table."""
     if isinstance(value, dict):
-        inner = ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items())
+        inner = ", ".join(f"{toml_value(k)} = {toml_value(v)}" for k, v in value.items())
         return "{ " + inner + " }" if inner else "{}"
     # JSON's scalars are TOML's, but for DEL, and for escapes of characters beyond U+FFFF.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

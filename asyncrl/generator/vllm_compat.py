@@ -265,8 +265,8 @@ class Core:
     def close(self) -> None:
         """Free the engine's memory; after the loss of a worker nothing is left to be freed.
 
-        vLLM has stopped the other workers then, and its own shutdown may wait for ever for a socket to the
-        dead one (seen with 0.26): such a process must also end without the interpreter's own exit.
+        vLLM has stopped the other workers then, and its own shutdown may wait for ever for a socket to
+        the dead one (seen with 0.26): such a process must also end without the interpreter's own exit.
         """
         if not self._workers.are_lost:
             self._client.shutdown()

@@ -54,6 +54,7 @@ class Recorder:
                     run_id=run_id,
                     config=config.model_dump(mode="json"),
                     folder=run_dir,
+                    group=config.telemetry.wandb_group,
                 )
             )
         self._start_s = self._last_s = time.monotonic()

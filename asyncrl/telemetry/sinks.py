@@ -88,10 +88,11 @@ class WandbSink:
         run_id: str,
         config: Mapping[str, Any],
         folder: Path,
+        group: str = "",
     ) -> None:
         settings = {
             "mode": mode, "project": project, "name": name, "id": run_id, "config": dict(config),
-            "dir": str(folder), "resume": "allow",
+            "dir": str(folder), "resume": "allow", "group": group or None,
         }  # fmt: skip
         self._rows: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_QUEUE_ROWS)
         self.num_dropped = 0

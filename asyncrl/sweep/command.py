@@ -1,0 +1,71 @@
+"""`asyncrl sweep`: plan, run what is missing, write the result.
+
+Several hosts with one folder: each takes a part (`--shard 0/4`, `--shard 1/4`, ...); every one writes the
+result of all rows that are there when it ends, so the last one's is whole. Without a common folder, run
+the shards apart, copy their run folders into one `out`, and call `--report` there.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from asyncrl.errors import ConfigError
+from asyncrl.run_folder import exclusive
+from asyncrl.sweep.figure import check_matplotlib, draw_all
+from asyncrl.sweep.page import make_page
+from asyncrl.sweep.plan import PlannedRun, plan_runs, shard
+from asyncrl.sweep.result import Result, make_result, write_result
+from asyncrl.sweep.row import write_whole
+from asyncrl.sweep.run import Runner
+from asyncrl.sweep.settings import SweepSettings
+
+
+def say(line: str) -> None:
+    """A line of progress, at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def sweep(settings: SweepSettings, *, part: tuple[int, int], report_only: bool) -> int:
+    """Run part i of n of the sweep, unless only the report is wanted; returns the exit code.
+
+    Raises:
+        ConfigError: settings are wrong, another process works on the same part, or `report_only` and
+            there is nothing to report, or matplotlib is missing.
+    """
+    runs = plan_runs(settings)
+    if report_only:
+        check_matplotlib()
+        _report(settings, runs)
+        return 0
+    mine = shard(runs, *part)
+    lock = f"lock-{part[0]}-of-{part[1]}"
+    with exclusive(settings.folder, key="out", name=lock):
+        of_all = f" (of {len(runs)})" if len(mine) < len(runs) else ""
+        say(f"sweep {settings.name}: {len(mine)} runs{of_all} in {settings.folder}")
+        code = Runner(settings, mine, say).run()
+        if code != 130:
+            _report(settings, runs)
+    return code
+
+
+def _report(settings: SweepSettings, runs: Sequence[PlannedRun]) -> Result:
+    """Write sweep.json, the figures and sweep.html; say the verdict."""
+    result = make_result(settings, runs)
+    if not result["rows"]:
+        raise ConfigError(f"{settings.folder} holds no finished run of this sweep")
+    say(f"result: {write_result(settings.folder, result)}")
+    figures = {}
+    try:
+        figures = draw_all(result, settings.folder)
+    except ConfigError as error:  # the runs are what took the time; tables need no matplotlib
+        say(str(error))
+    page = settings.folder / "sweep.html"
+    write_whole(page, make_page(result, figures))
+    say(f"page: {page}")
+    for name, cause in result["failed"].items():
+        say(f"FAILED {name}: {cause}")
+    if result["missing"]:
+        say(f"{len(result['missing'])} of {result['num_planned']} runs are missing")
+    for entry in result["verdict"]:
+        say(entry["sentence"])
+    return result

@@ -1,0 +1,245 @@
+"""A run condensed to a row, what is left of its folder, and the result of many."""
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import to_toml
+from asyncrl.errors import ConfigError
+from asyncrl.sweep.host import CONSOLE, cause_of, prune, state_of
+from asyncrl.sweep.page import make_page
+from asyncrl.sweep.plan import PlannedRun, plan_runs
+from asyncrl.sweep.result import make_cells, make_result
+from asyncrl.sweep.row import area, done_row, failed_row, read_row, write_row
+from asyncrl.sweep.settings import SweepSettings, read_sweep
+
+BASE = """
+[model]
+path = "some/model"
+[task]
+kind = "repeat_letter"
+[pipeline]
+groups_per_step = 2
+group_size = 3
+num_steps = 4
+[eval]
+every_steps = 2
+"""
+
+
+def plan(folder: Path, *overrides: str) -> tuple[SweepSettings, list[PlannedRun]]:
+    (folder / "base.toml").write_text(BASE)
+    (folder / "sweep.toml").write_text(
+        f'base = "base.toml"\nout = "{folder}/out"\n'
+        "[grid]\nseed = [0, 1, 2]\npipeline.max_staleness = [0, 4]\n"
+    )
+    settings = read_sweep(folder / "sweep.toml", overrides)
+    return settings, plan_runs(settings)
+
+
+def record(run: PlannedRun, *, scores: tuple[float, ...] = (0.0, 0.5, 1.0), num: int = 4) -> None:
+    """The files of a run of four steps with evaluations at versions 0, 2, 4."""
+    run.run_dir.mkdir(parents=True)
+    steps = [
+        {"step": s, "version": s + 1, "time/step_s": 10.0 + s, "mismatch/k3": 0.1 * s,
+         "correction/ess": 1.0, "staleness/tokens@0": 6.0, "staleness/tokens@2": 2.0 * s}
+        for s in range(num)
+    ]  # fmt: skip
+    evals = [
+        {"version": 2 * i, "mean_score": score, "num_samples": 8, "num_unscored": 0}
+        for i, score in enumerate(scores)
+    ]
+    for name, entries in (("metrics", steps), ("evals", evals[::-1])):
+        text = "".join(json.dumps(entry) + "\n" for entry in entries)
+        (run.run_dir / f"{name}.jsonl").write_text(text)
+    (run.run_dir / "config.toml").write_text(to_toml(run.config))
+    (run.run_dir / "run.json").write_text(json.dumps({"commit": "c", "dirty": False}))
+
+
+def test_a_row_holds_the_curve_and_the_realized_staleness(tmp_path: Path) -> None:
+    _, (run, *_) = plan(tmp_path)
+    record(run)
+    row = done_row(run, seconds=50.0)
+    # 6 samples a step; the first step's 10 s are the engines' start, steps 1..3 take 11, 12, 13 s.
+    assert [(p["samples"], p["seconds"]) for p in row["curve"]] == [
+        (0, 0.0),
+        (12, 11.0),
+        (24, 36.0),
+    ]
+    assert row["final"] == 1.0
+    assert row["area_samples"] == 0.5
+    # Tokens: 4 * 6 of staleness 0, 2 * (0 + 1 + 2 + 3) of staleness 2; 24 / 36 of them, so 2/3.
+    assert row["staleness"] == {"mean": 24 / 36, "max": 2, "tokens": {0: 24, 2: 12}}
+    assert row["k3"] == pytest.approx(0.15)
+    assert row["ess"] == 1.0
+    assert row["ratio_ess"] is None  # never measured
+    assert row["attempts"] == 1
+
+
+@pytest.mark.parametrize(("scores", "num"), [((0.0, 0.5), 4), ((0.0, 0.5, 1.0), 3), ((), 4)])
+def test_a_run_without_its_last_step_or_evaluation_is_not_done(
+    tmp_path: Path, scores: tuple[float, ...], num: int
+) -> None:
+    _, (run, *_) = plan(tmp_path)
+    record(run, scores=scores, num=num)
+    with pytest.raises(ValueError, match="is incomplete"):
+        done_row(run, seconds=1.0)
+
+
+def test_an_evaluation_that_only_a_resumed_run_made_is_left_out(tmp_path: Path) -> None:
+    _, (run, *_) = plan(tmp_path)
+    record(run)
+    with (run.run_dir / "evals.jsonl").open("a") as file:
+        file.write(json.dumps({"version": 3, "mean_score": 0.0, "num_samples": 8}) + "\n")
+    row = done_row(run, seconds=1.0)
+    assert [point["version"] for point in row["curve"]] == [0, 2, 4]
+    assert row["area_samples"] == 0.5
+
+
+def test_attempts_are_counted_through_resumes(tmp_path: Path) -> None:
+    _, (run, *_) = plan(tmp_path)
+    record(run)
+    earlier = {"commit": "a", "earlier": {"commit": "b"}}
+    (run.run_dir / "run.json").write_text(json.dumps({"commit": "c", "earlier": earlier}))
+    row = done_row(run, seconds=1.0)
+    assert row["attempts"] == 3
+    assert row["provenance"] == {"commit": "c"}
+
+
+def test_the_state_of_a_folder_decides_what_is_repeated(tmp_path: Path) -> None:
+    _, (run, *_) = plan(tmp_path)
+    assert state_of(run) == "new"
+    record(run)
+    assert state_of(run) == "new"  # began, and nothing was saved
+    (run.run_dir / "checkpoints/version-000002").mkdir(parents=True)
+    assert state_of(run) == "resume"
+    (run.run_dir / "summary.json").write_text(json.dumps({"outcome": "done"}))
+    assert state_of(run) == "ended"  # killed before its row was written
+    write_row(run.run_dir, done_row(run, seconds=1.0))
+    assert state_of(run) == "done"
+    write_row(run.run_dir, failed_row(run, "why", seconds=1.0))
+    assert state_of(run) == "new"  # a failed run is made again
+    with (run.run_dir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert state_of(run) == "busy"
+
+
+def test_a_finished_or_half_run_of_other_settings_is_never_taken_nor_deleted(
+    tmp_path: Path,
+) -> None:
+    _, (run, *_) = plan(tmp_path)
+    _, (other, *_) = plan(tmp_path, "set.optimizer.learning_rate=0.5")
+    record(run)
+    (run.run_dir / "checkpoints/version-000002").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds a run with settings of digest"):
+        state_of(other)
+    write_row(run.run_dir, done_row(run, seconds=1.0))
+    with pytest.raises(ConfigError, match="give another `out`"):
+        state_of(other)
+
+
+def test_only_what_is_kept_stays_and_a_pruned_run_is_still_done(tmp_path: Path) -> None:
+    settings, (run, *_) = plan(tmp_path, 'keep=["logs"]')
+    record(run)
+    for name in ("checkpoints/version-000004", "logs", "trace"):
+        (run.run_dir / name).mkdir(parents=True)
+    for name in ("rollouts.jsonl", "summary.json", CONSOLE, "token"):
+        (run.run_dir / name).write_text("{}")
+    write_row(run.run_dir, done_row(run, seconds=1.0))
+    prune(run.run_dir, settings)
+    assert {path.name for path in run.run_dir.iterdir()} == {
+        "config.toml", "evals.jsonl", "run.json", "summary.json", "row.json", "logs", CONSOLE,
+    }  # fmt: skip
+    assert state_of(run) == "done"
+
+
+def test_the_cause_of_a_failure_is_what_the_run_said(tmp_path: Path) -> None:
+    _, (run, *_) = plan(tmp_path)
+    assert cause_of(run, -9) == "exit code -9"
+    run.run_dir.mkdir(parents=True)
+    console = run.run_dir / CONSOLE
+    console.write_text("a\nlast words\n")
+    assert cause_of(run, 3) == "exit code 3: last words"
+    console.write_text("FAILED: old\nFAILED: learner: X\nrun x failed\n")
+    assert cause_of(run, 1) == "learner: X"
+    console.write_text("asyncrl: no such model\n")
+    assert cause_of(run, 2) == "no such model"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.floats(0, 1)), min_size=1, max_size=8),
+    st.integers(1, 120),
+)
+def test_an_area_is_the_mean_of_the_curve_sampled_finely(
+    points: list[tuple[int, float]], until: int
+) -> None:
+    points.sort(key=lambda point: point[0])
+    places = [float(place) for place, _ in points]
+    scores = [score for _, score in points]
+    if until <= places[0]:
+        assert area(places, scores, until=until) == scores[-1]
+        return
+
+    def height(x: float) -> float:
+        """The last segment of some width that holds x, or the last score."""
+        for i in range(len(places) - 1):
+            if places[i] <= x < places[i + 1]:
+                share = (x - places[i]) / (places[i + 1] - places[i])
+                return scores[i] + share * (scores[i + 1] - scores[i])
+        return scores[-1]
+
+    # The middles of unit-length pieces are exact: every break of the curve is an integer.
+    pieces = range(int(places[0]), until)
+    expected = sum(height(x + 0.5) for x in pieces) / len(pieces)
+    assert area(places, scores, until=until) == pytest.approx(expected, abs=1e-9)
+
+
+def test_an_area_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="got 0 and 0"):
+        area([], [])
+
+
+def test_wall_clock_is_compared_up_to_the_end_of_the_fastest_run(tmp_path: Path) -> None:
+    def row(k: int, end_s: float, attempts: int = 1) -> dict[str, Any]:
+        curve = [
+            {"version": v, "samples": v, "seconds": s, "score": v / 4, "num_samples": 8}
+            for v, s in ((0, 0.0), (4, end_s))
+        ]
+        return {
+            "variant": "v", "k": k, "seed": 0, "outcome": "done", "attempts": attempts, "curve": curve,
+            "final": 1.0, "area_samples": 0.5, "ess": None, "ratio_ess": None, "k3": None,
+            "staleness": {"mean": float(k), "max": k, "tokens": {"0": 1}},
+        }  # fmt: skip
+
+    # The resumed run is the fastest, and does not count: 20 s is the horizon.
+    slow, fast = make_cells([row(0, 40.0), row(4, 20.0), row(4, 1.0, attempts=2)])
+    assert slow["horizon_s"] == fast["horizon_s"] == 20.0
+    assert slow["area_seconds"]["mean"] == 0.25  # half way up: from 0 to 0.5
+    assert fast["area_seconds"] == {"mean": 0.5, "low": 0.5, "high": 0.5, "num": 1}
+    assert fast["num_done"] == 2
+
+
+def test_a_result_names_failed_and_missing_runs(tmp_path: Path) -> None:
+    settings, runs = plan(tmp_path)
+    for run in runs[:3]:
+        record(run)
+        write_row(run.run_dir, done_row(run, seconds=1.0))
+    runs[3].run_dir.mkdir(parents=True)
+    write_row(runs[3].run_dir, failed_row(runs[3], "learner: <NaN>", seconds=1.0))
+    result = make_result(settings, runs)
+    assert result["failed"] == {runs[3].name: "learner: <NaN>"}
+    assert result["missing"] == [runs[4].name, runs[5].name]
+    assert len(result["rows"]) == 4
+    assert result["run_hosts"][0]["commit"] == "c"
+    assert json.loads(json.dumps(result))["num_planned"] == 6
+    page = make_page(result, {})
+    assert "learner: &lt;NaN&gt;" in page
+    assert "2 of 6 runs are missing" in page
+    assert "<script" not in page
+    assert "http" not in page  # nothing is fetched
+    assert read_row(runs[4].run_dir) is None
