@@ -99,7 +99,7 @@ class Bench:
         )  # fmt: skip
         with ExitStack() as stack:
             try:
-                engines = self._start(stack, job, what)
+                engines = self._start_somehow(stack, job, what)
                 for num in sorted(options.num, reverse=True):
                     for count in counts:
                         if time.monotonic() > self.began_s + options.total_s:
@@ -109,6 +109,18 @@ class Bench:
                 self._failures.append(what | {"failed": str(error)})
                 print(self._failures[-1], flush=True)
         self._write()
+
+    def _start_somehow(self, stack: ExitStack, job: Job, what: Row) -> list[EngineProcess]:
+        """Once more if the first try fails: 0.26 does now and then, capturing graphs."""
+        first = ExitStack()
+        try:
+            engines = self._start(first, job, what)
+        except CaseFailedError as error:
+            first.close()
+            self._failures.append(what | {"tried again": str(error)})
+            return self._start(stack, job, what)
+        stack.push(first.pop_all())
+        return engines
 
     def _start(self, stack: ExitStack, job: Job, what: Row) -> list[EngineProcess]:
         """One after another, each when the one before is ready or has had --stagger-s."""

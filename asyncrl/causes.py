@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import WeightMismatchError
+from asyncrl.errors import AsyncRLError, DeviceError, WeightMismatchError
 
 _FULL_BYTES = 2**16
 """A disk with less room than this has just refused something."""
@@ -37,8 +37,12 @@ def cause(run_dir: Path, name: str, code: int) -> str:
 
 def is_mismatch(run_dir: Path, name: str) -> bool:
     """Whether a process ended because weights did not fit, or its engine did not have them."""
-    error = _error(run_dir, name)
-    return error is not None and error["type"] == WeightMismatchError.__name__
+    return _is(WeightMismatchError, run_dir, name)
+
+
+def is_device_fault(run_dir: Path, name: str) -> bool:
+    """Whether a process ended because of its GPU, which need not happen again."""
+    return _is(DeviceError, run_dir, name)
 
 
 def root_cause(run_dir: Path, ended: Iterable[tuple[str, int]]) -> str:
@@ -57,6 +61,11 @@ def is_known(run_dir: Path, ended: Iterable[tuple[str, int]]) -> bool:
     """Whether anybody among `ended` is more than a messenger."""
     errors = [_error(run_dir, name) for name, _ in ended]
     return any(error is None or error["type"] != "PeerLostError" for error in errors)
+
+
+def _is(kind: type[AsyncRLError], run_dir: Path, name: str) -> bool:
+    error = _error(run_dir, name)
+    return error is not None and error["type"] == kind.__name__
 
 
 def _error(run_dir: Path, name: str) -> dict[str, Any] | None:

@@ -29,6 +29,10 @@ class PeerLostError(AsyncRLError, ConnectionError):
     """The other side stopped answering within its deadline, or a child process died."""
 
 
+class DeviceError(AsyncRLError, RuntimeError):
+    """A kernel failed on the GPU: this process is lost, while another try may well succeed."""
+
+
 class NoProgressError(AsyncRLError, TimeoutError):
     """Nothing was trained within `pipeline.no_progress_s`."""
 

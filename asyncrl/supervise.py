@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from asyncrl.causes import cause, is_known, is_mismatch, root_cause
+from asyncrl.causes import cause, is_device_fault, is_known, is_mismatch, root_cause
 from asyncrl.child import Child
 from asyncrl.config import RunConfig, to_toml
 from asyncrl.errors import AsyncRLError, ConfigError, PeerLostError
@@ -243,13 +243,14 @@ class Supervisor:
                 raise self._root_cause(child, code)
 
     def _may_restart(self, child: Child, code: int) -> bool:
-        """A generator that had joined; one that fails before, or of its settings, would fail again.
+        """A generator that had joined, or failed in its GPU; else one that fails early fails again.
 
         So would one that got other weights than the learner's, and what it sampled meanwhile is suspect.
         """
         joined = child.joined or child.joined_file(self.run_dir).exists()
         again = code == 2 or is_mismatch(self.run_dir, child.name)
-        return child.restarts_left > 0 and joined and not again and self._stops_alone()
+        hopeful = joined or is_device_fault(self.run_dir, child.name)
+        return child.restarts_left > 0 and hopeful and not again and self._stops_alone()
 
     def _stops_alone(self) -> bool:
         """Whether broker and learner are running: else its end is a consequence, not a cause."""

@@ -34,7 +34,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 
 from asyncrl.config import VllmEngineConfig
-from asyncrl.errors import ConfigError, WeightMismatchError
+from asyncrl.errors import ConfigError, DeviceError, WeightMismatchError
 from asyncrl.generator.engine import Precision
 from asyncrl.generator.engine_workers import EngineWorkers
 from asyncrl.generator.hf_model import choose_device, choose_dtype
@@ -179,6 +179,7 @@ class Core:
 
         Raises:
             ConfigError: vLLM cannot start with this model on this device.
+            DeviceError: a kernel failed; another try may succeed.
         """
         self._workers = EngineWorkers()
         try:
@@ -186,6 +187,11 @@ class Core:
                 EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
             )
         except (ValueError, RuntimeError, OSError, ImportError, KeyError, AssertionError) as error:
+            if is_device_fault(error):
+                raise DeviceError(
+                    f"vLLM failed on the GPU while it started: {_one_line(error)} (that need not happen "
+                    "again; engine.enforce_eager=true goes without CUDA graphs)"
+                ) from error
             raise ConfigError(explain_start_failure(arguments["model"], error)) from error
         self._workers.started()
         self._reloader = Reloader(self._llm)
@@ -291,11 +297,21 @@ _ADVICE = (
 _MAX_CAUSE_LENGTH = 400
 
 
-def explain_start_failure(path: str, error: Exception) -> str:
-    """One sentence from whatever vLLM raised: the cause, and the key that changes it."""
+def is_device_fault(error: Exception) -> bool:
+    """Whether a kernel failed: 0.26 was seen to end so, in one start of four, capturing CUDA graphs."""
+    cause = str(error)
+    return "CUDA error" in cause and "out of memory" not in cause
+
+
+def _one_line(error: Exception) -> str:
     cause = " ".join(str(error).split()) or type(error).__name__
     # What pydantic puts around a message of vLLM's.
-    cause = re.sub(r"^\d+ validation errors? for \w+ Value error, | \[type=.*$", "", cause)
+    return re.sub(r"^\d+ validation errors? for \w+ Value error, | \[type=.*$", "", cause)
+
+
+def explain_start_failure(path: str, error: Exception) -> str:
+    """One sentence from whatever vLLM raised: the cause, and the key that changes it."""
+    cause = _one_line(error)
     lowered = cause.lower()
     advice = next(
         (keys for words, keys in _ADVICE if any(word in lowered for word in words)),

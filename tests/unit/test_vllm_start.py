@@ -1,5 +1,6 @@
 """Starts of the vLLM engine that must fail, really tried: each names its cause and the key to change."""
 
+import importlib
 import importlib.util
 import json
 import shutil
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.config import VllmEngineConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DeviceError
 from asyncrl.generator.engines import make_engine
 from asyncrl.generator.memory import divide
 from asyncrl.generator.model_facts import describe_model
@@ -130,3 +131,17 @@ def test_one_of_several_engines_is_told_its_part_of_the_gpu_before_vllm_looks_at
     }
     with pytest.raises(ConfigError, match=r"engines_per_gpu=4: each engine has 0\.20 GiB"):
         compat.shared_gpu_arguments(config, model, torch.bfloat16, 2**30)
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_a_kernel_that_fails_at_the_start_is_no_matter_of_settings(tiny, monkeypatch):
+    compat = importlib.import_module("asyncrl.generator.vllm_compat")
+
+    def fail(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for ...")
+
+    monkeypatch.setattr(compat.LLMEngine, "from_engine_args", fail)
+    with pytest.raises(DeviceError, match=r"illegal memory access .*need not happen again"):
+        start(tiny)
+    assert not compat.is_device_fault(RuntimeError("CUDA error: out of memory"))

@@ -1,0 +1,55 @@
+"""Which processes a supervisor starts again: those whose failure need not repeat itself."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from asyncrl.child import Child
+from asyncrl.config import read_config
+from asyncrl.supervise import Supervisor
+
+
+@pytest.fixture
+def supervisor(tmp_path):
+    """Broker and learner are alive, a generator has failed before it joined."""
+    (tmp_path / "errors").mkdir()
+    made = Supervisor(read_config(Path("launch/smoke.toml")), tmp_path, "run", lambda text: None)
+    for name in ("broker", "learner", "generator-0"):
+        made._children[name] = Child(name, [], [0], None, 2)
+    alive = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for name, process in zip(("broker", "learner"), alive, strict=True):
+        made._children[name].process = process
+    yield made
+    for process in alive:
+        process.kill()
+        process.wait()
+
+
+def fails_with(supervisor, kind, code=1):
+    record = {"type": kind, "message": "why", "time_s": 1.0}
+    (supervisor.run_dir / "errors" / "generator-0.json").write_text(json.dumps(record))
+    return supervisor._may_restart(supervisor._children["generator-0"], code)
+
+
+def test_a_fault_of_the_gpu_before_joining_is_tried_again(supervisor):
+    assert fails_with(supervisor, "DeviceError")
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("RuntimeError", 1), ("ConfigError", 2), ("WeightMismatchError", 1)]
+)
+def test_other_failures_before_joining_are_not(supervisor, kind, code):
+    assert not fails_with(supervisor, kind, code)
+
+
+def test_tries_are_counted(supervisor):
+    supervisor._children["generator-0"].restarts_left = 0
+    assert not fails_with(supervisor, "DeviceError")
+
+
+def test_a_generator_that_had_joined_is_started_again(supervisor):
+    supervisor._children["generator-0"].joined = True
+    assert fails_with(supervisor, "RuntimeError")
+    assert not fails_with(supervisor, "WeightMismatchError")
