@@ -3,6 +3,8 @@
     asyncrl run CONFIG [section.key=value ...]      everything on this host, supervised
     asyncrl config CONFIG [section.key=value ...]   the resolved configuration, commented
     asyncrl broker|learner|generator CONFIG ...     one process, for runs over several hosts
+    asyncrl metrics                                 every metric: name, unit, reduction, meaning
+    asyncrl trace RUN [--out FILE]                  all processes of a run as one Perfetto timeline
 
 A process is imported only when asked for. The outermost frame of each process is here: it turns an
 error into one line, a record for the supervisor, and an exit code (0 done, 1 failed, 2 usage or config).
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, do it, exit."""
     options = _parser().parse_args(arguments)
     try:
+        if "config" not in options:
+            sys.exit(options.do(options))
         config = read_config(Path(options.config), options.overrides)
         sys.exit(options.do(config, options))
     except (ConfigError, OSError) as error:
@@ -68,7 +72,29 @@ def _parser() -> argparse.ArgumentParser:
             default_name = name if name == "learner" else f"{name}-{secrets.token_hex(3)}"
             sub.add_argument("--name", default=default_name, help="unique in the run")
             sub.add_argument("--incarnation", type=int, default=0, help=argparse.SUPPRESS)
+    metrics = commands.add_parser("metrics", help="list every metric")
+    metrics.set_defaults(do=_metrics)
+    trace = commands.add_parser("trace", help="all processes of a run as one Perfetto timeline")
+    trace.add_argument("run", type=Path, help="run folder")
+    trace.add_argument("--out", type=Path, help="by default RUN/timeline.json; .gz is compressed")
+    trace.set_defaults(do=_trace)
     return parser
+
+
+def _metrics(_options: argparse.Namespace) -> int:
+    from asyncrl.telemetry.listing import metrics_table
+
+    sys.stdout.write(metrics_table())
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from asyncrl.telemetry.timeline import write_timeline
+
+    out = options.out or options.run / "timeline.json"
+    num_events = write_timeline(options.run, out)
+    sys.stdout.write(f"{out}: {num_events} events; open it in https://ui.perfetto.dev\n")
+    return 0
 
 
 def _config(config: RunConfig, _options: argparse.Namespace) -> int:
@@ -143,6 +169,7 @@ def _broker(config: RunConfig, options: argparse.Namespace) -> int:
             run_id=run_id,
             token=_token(config, options),
             address_file=options.run_dir / "broker.json",
+            trace=options.run_dir / "trace/broker.jsonl" if config.telemetry.trace else None,
         )
 
     return _guard("broker", options, serve)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 
 from asyncrl.config import EngineConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
@@ -20,8 +21,16 @@ VLLM_DEFAULTS = {
 """Unlike VLLM_ENVIRONMENT, what the user has set goes first."""
 
 
-def make_engine(path: str, config: EngineConfig) -> Engine:
+def make_engine(
+    path: str,
+    config: EngineConfig,
+    *,
+    on_prefill: Callable[[float, float], None] | None = None,
+) -> Engine:
     """Load the model in `path` into the engine that `config` asks for.
+
+    `on_prefill` is called within `step` with the start and end of each prefill, in seconds of
+    time.monotonic(), by an engine that can tell it from decoding: the embedded one on a CPU.
 
     With engine.kind="vllm" this process's environment is changed (VLLM_ENVIRONMENT), and vllm is
     imported, which takes about ten seconds.
@@ -40,6 +49,7 @@ def make_engine(path: str, config: EngineConfig) -> Engine:
         device=config.device,
         dtype=config.dtype,
         max_concurrent_completions=config.max_concurrent_completions,
+        on_prefill=on_prefill,
     )
 
 

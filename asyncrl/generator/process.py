@@ -26,8 +26,8 @@ from asyncrl.wire.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
-_IDLE_S = 0.01
-"""How long an idle loop listens for messages before it looks at verdicts and weights again."""
+_IDLE_S = 0.1
+"""How long an idle loop sleeps when nothing comes: scorers' deadlines and reports are not news."""
 
 _HOPELESS_VERDICTS = 64
 """After this many verdicts without a single score the scorer is taken to be broken."""
@@ -84,18 +84,20 @@ class Generator:
         return self._stop
 
     def _receive(self) -> None:
-        """Handle every message that has come; an idle engine waits here."""
-        timeout_s = 0.0
+        """Handle every message that has come; an idle engine waits here for any news."""
         if not self._engine.num_unfinished:
-            timeout_s = _IDLE_S
-            waiting_for = "score" if self._pool.num_pending else "credit"
-            with self._tracer.span(f"generator/wait_{waiting_for}"):
-                envelope = self._mailbox.receive(timeout_s)
-        else:
-            envelope = self._mailbox.receive(0.0)
-        while envelope is not None:
+            with self._tracer.span(f"generator/wait_{self._waits_for}"):
+                self._pool.rest(_IDLE_S, also=[self._mailbox.bell.fileno()])
+        self._mailbox.bell.quiet()
+        while (envelope := self._mailbox.receive(0.0)) is not None:
             self._handle(envelope.message)
-            envelope = self._mailbox.receive(0.0)
+
+    @property
+    def _waits_for(self) -> str:
+        """What an idle engine lacks: scores it can send, else newer weights, else credit."""
+        if self._pool.num_pending:
+            return "score"
+        return "weights" if self._subscriber.is_fetching else "credit"
 
     def _handle(self, message: m.Message) -> None:
         match message:
@@ -174,6 +176,7 @@ class Generator:
         if (staged.epoch, staged.version) > (self._epoch, self._engine.version):
             with self._tracer.span("generator/adopt"):
                 self._engine.adopt(staged.version, staged.tensors())
+            self._tracer.mark("version", version=staged.version, epoch=staged.epoch)
             self._epoch = staged.epoch
             self._counts["adopted"] += 1
         staged.release()
@@ -281,4 +284,5 @@ class Generator:
             return
         self._next_report_s = now_s + min(self._config.broker.beat_s, _REPORT_S)
         totals = {key: float(value) for key, value in self._counts.items()}
-        self._mailbox.send(m.Counters(values=totals | self._tracer.totals()))
+        totals |= self._tracer.totals() | self._pool.usage()
+        self._mailbox.send(m.Counters(values=totals))

@@ -15,6 +15,8 @@ from asyncrl.learner.controller import Decision
 from asyncrl.learner.inbox import Delivery
 from asyncrl.learner.step import StepResult
 from asyncrl.telemetry.alerts import Trends, Watch
+from asyncrl.telemetry.attribution import record_shares, share_values, totals_shares
+from asyncrl.telemetry.bottleneck import diagnose
 from asyncrl.telemetry.metrics import resolve
 from asyncrl.telemetry.sinks import JsonlSink, Sink, WandbSink, set_later_aside
 from asyncrl.wire.messages import Batch, EvalDone
@@ -104,6 +106,7 @@ class Recorder:
             "time_s": round(now_s - self._start_s, 3),
         }
         record |= resolve(sums, batch.counts | result.counts)
+        record["bottleneck"] = diagnose(record_shares(record)).limit
         if result.skipped:
             record["skipped"] = result.skipped
         on, began = self._watch.step(record)
@@ -142,12 +145,13 @@ class Recorder:
 
     def _times(self, spans: dict[str, float], step_s: float) -> dict[str, float]:
         """Seconds of this step by phase, from the tracer's running totals."""
+        before, self._last_spans = self._last_spans, spans
         spent = {
-            name: spans.get(f"learner/{name}", 0.0) - self._last_spans.get(f"learner/{name}", 0.0)
+            name: spans.get(f"learner/{name}", 0.0) - before.get(f"learner/{name}", 0.0)
             for name in _TIMED
         }
-        self._last_spans = spans
         times = {f"time/{name}_s": seconds for name, seconds in spent.items()}
+        times |= share_values(totals_shares(spans, before))
         times["time/step_s"] = step_s
         times["learner/busy_frac"] = min(1.0, sum(spent[name] for name in _BUSY) / step_s)
         return times

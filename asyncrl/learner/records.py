@@ -5,10 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.telemetry.attribution import share_values, totals_shares
 from asyncrl.types import Rollout, RolloutGroup
 from asyncrl.wire.messages import Batch, EvalDone
 
-_GENERATOR_BUSY = ("generator/decode", "generator/eval", "generator/adopt")
+_GENERATOR_BUSY = (
+    "generator/decode", "generator/prefill", "generator/eval", "generator/adopt",
+)  # fmt: skip
 
 
 def batch_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -58,6 +61,7 @@ def generator_values(
         "scoring/timeouts": now.get("verdict/timeout", 0.0),
         "scoring/errors": now.get("verdict/error", 0.0),
         "prompts/too_long": now.get("prompts/too_long", 0.0),
+        **share_values(totals_shares(now, before)),
     }
 
 

@@ -76,6 +76,7 @@ class Subscriber:
         max_total_bytes: int = 2**38,
         token: str = "",
         shm_dir: Path = SHM_DIR,
+        on_change: Callable[[], None] | None = None,
     ) -> None:
         """Nothing is fetched before the first `start`.
 
@@ -86,6 +87,7 @@ class Subscriber:
             max_total_bytes: larger versions are refused before any memory is taken.
             token: key to present (tcp).
             shm_dir: the only directory that files are read from (shm).
+            on_change: called from the thread when a fetch has ended, well or not.
 
         Raises:
             ConfigError: the run id cannot name files.
@@ -103,6 +105,7 @@ class Subscriber:
         self.num_superseded = 0
         """Versions that were gone before they were fetched."""
 
+        self._on_change = on_change
         self._changed = threading.Condition()
         self._failure = Handover()
         self._newest = (-1, -1)
@@ -148,6 +151,12 @@ class Subscriber:
             self._failure.raise_if_failed(forget=True)
             staged, self._staged = self._staged, None
             return staged
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a newer version is on its way, or waits for its turn."""
+        with self._changed:
+            return self._busy or self._target is not None
 
     def wait(self, timeout_s: float) -> StagedWeights | None:
         """`ready`, waiting up to `timeout_s`; None at once when nothing is being fetched."""
@@ -220,6 +229,8 @@ class Subscriber:
                 self._failure = outcome
                 self._retryable = self._target is None
             self._changed.notify_all()
+        if self._on_change is not None:
+            self._on_change()
 
     def _on_release(self) -> None:
         with self._changed:

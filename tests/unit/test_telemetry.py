@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from asyncrl.telemetry.console import Follower, summary
 from asyncrl.telemetry.metrics import resolve
-from asyncrl.telemetry.overlap import busy_intervals, merge, overlap_s
 from asyncrl.telemetry.sinks import JsonlSink, WandbSink, set_later_aside
 from asyncrl.telemetry.trace import Tracer
 
