@@ -68,6 +68,7 @@ class Generator:
         self._asked: tuple[int, int] | None = None  # (epoch, version) of the open WantWork
         self._counts: Counter[str] = Counter()
         self._next_report_s = 0.0
+        self._has_begun = False
         self._stop: m.Stop | None = None
         if mailbox.welcome.announcement is not None:
             subscriber.start(mailbox.welcome.announcement)
@@ -86,29 +87,34 @@ class Generator:
     def _receive(self) -> None:
         """Handle every message that has come; an idle engine waits here for any news."""
         if not self._engine.num_unfinished:
-            with self._tracer.span(f"generator/wait_{self._waits_for}"):
+            with self._tracer.span(self._idle_cause):
                 self._pool.rest(_IDLE_S, also=[self._mailbox.bell.fileno()])
         self._mailbox.bell.quiet()
         while (envelope := self._mailbox.receive(0.0)) is not None:
             self._handle(envelope.message)
 
     @property
-    def _waits_for(self) -> str:
-        """What an idle engine lacks: scores it can send, else newer weights, else credit."""
+    def _idle_cause(self) -> str:
+        """What an idle engine lacks: scores it could send, else newer weights, else credit."""
+        if not self._has_begun:
+            return "generator/start"  # the learner may still be loading
         if self._pool.num_pending:
-            return "score"
-        return "weights" if self._subscriber.is_fetching else "credit"
+            return "generator/wait_score"
+        fetching = self._subscriber.is_fetching
+        return "generator/wait_weights" if fetching else "generator/wait_credit"
 
     def _handle(self, message: m.Message) -> None:
         match message:
             case m.Work(starts=starts):
                 self._asked = None
+                self._has_begun = True
                 for start in starts:
                     self._start(start)
             case m.Announcement():
                 self._asked = None
                 self._subscriber.start(message)
             case m.Evaluate(version=version):
+                self._has_begun = True
                 self._evaluate(version)
             case m.Stop():
                 self._stop = message

@@ -15,7 +15,7 @@ from asyncrl.learner.controller import Decision
 from asyncrl.learner.inbox import Delivery
 from asyncrl.learner.step import StepResult
 from asyncrl.telemetry.alerts import Trends, Watch
-from asyncrl.telemetry.attribution import record_shares, share_values, totals_shares
+from asyncrl.telemetry.attribution import record_shares
 from asyncrl.telemetry.bottleneck import diagnose
 from asyncrl.telemetry.metrics import resolve
 from asyncrl.telemetry.sinks import JsonlSink, Sink, WandbSink, set_later_aside
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 _TIMED = (
     "wait_batch", "build", "forward", "backward", "optimizer", "snapshot", "checkpoint", "record",
 )  # fmt: skip
-_RATE_WINDOW_S = 2.0
-"""Generators' rates are over the steps of at least this time."""
+_RATE_WINDOW_S = 1.0
+"""Generators' rates, and all shares of time, are over the steps of at least this time."""
 
 _BUSY = ("build", "forward", "backward", "optimizer", "snapshot")
 
@@ -99,14 +99,15 @@ class Recorder:
         sums["rate/trained_tokens_per_s"] = batch.num_tokens / step_s
         sums |= self._times(spans, step_s)
         if delivery.batch is not None:
-            sums |= self._broker_values(delivery.batch)
+            sums |= self._broker_values(delivery.batch, spans)
         record: dict[str, Any] = {
             "step": batch.version,
             "version": batch.version + 1,
             "time_s": round(now_s - self._start_s, 3),
         }
         record |= resolve(sums, batch.counts | result.counts)
-        record["bottleneck"] = diagnose(record_shares(record)).limit
+        if shares := record_shares(record):
+            record["bottleneck"] = diagnose(shares).limit
         if result.skipped:
             record["skipped"] = result.skipped
         on, began = self._watch.step(record)
@@ -123,20 +124,21 @@ class Recorder:
         if texts and self._alerts == "stop":
             raise AlertError(f'step {step}, telemetry.alerts="stop": {"; ".join(texts)}')
 
-    def _broker_values(self, batch: Batch) -> dict[str, float]:
-        """Ledger, generators' rates and the newest evaluation, as the Batch brought them."""
+    def _broker_values(self, batch: Batch, spans: dict[str, float]) -> dict[str, float]:
+        """Ledger, everybody's rates and shares, and the newest evaluation, as the Batch brought them."""
         now_s = time.monotonic()
         # Generators report a few times a second; over less than a window a rate would flicker.
         while len(self._counters) > 1 and now_s - self._counters[1][0] >= _RATE_WINDOW_S:
             self._counters.popleft()
         then_s, before = self._counters[0]
+        counters = batch.counters | spans
         values = records.ledger_values(batch) | records.generator_values(
-            batch.counters,
+            counters,
             before,
             seconds=max(now_s - then_s, 1e-9),
             num_generators=self._num_generators,
         )
-        self._counters.append((now_s, dict(batch.counters)))
+        self._counters.append((now_s, counters))
         values["staleness/queued_s"] = sum(ref.queued_s for ref in batch.groups)
         self.evaluations(batch.evals)
         if batch.evals:
@@ -151,7 +153,6 @@ class Recorder:
             for name in _TIMED
         }
         times = {f"time/{name}_s": seconds for name, seconds in spent.items()}
-        times |= share_values(totals_shares(spans, before))
         times["time/step_s"] = step_s
         times["learner/busy_frac"] = min(1.0, sum(spent[name] for name in _BUSY) / step_s)
         return times

@@ -52,7 +52,10 @@ def ledger_values(batch: Batch) -> dict[str, float]:
 def generator_values(
     now: Mapping[str, float], before: Mapping[str, float], *, seconds: float, num_generators: int
 ) -> dict[str, float]:
-    """Rates of all generators together, from their running totals `seconds` apart."""
+    """Rates of all generators together, and everybody's shares of time, from running totals.
+
+    `seconds` lie between `before` and `now`; an empty `before`, with start-up behind it, gives no shares.
+    """
     busy_s = sum(now.get(name, 0.0) - before.get(name, 0.0) for name in _GENERATOR_BUSY)
     sampled = now.get("sampled_tokens", 0.0) - before.get("sampled_tokens", 0.0)
     return {
@@ -61,7 +64,7 @@ def generator_values(
         "scoring/timeouts": now.get("verdict/timeout", 0.0),
         "scoring/errors": now.get("verdict/error", 0.0),
         "prompts/too_long": now.get("prompts/too_long", 0.0),
-        **share_values(totals_shares(now, before)),
+        **(share_values(totals_shares(now, before)) if before else {}),
     }
 
 

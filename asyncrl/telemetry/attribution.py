@@ -5,7 +5,7 @@ processes of a kind, sum to the whole. Causes that the processes name:
 
 | kind      | cause        | the process                                                            |
 |-----------|--------------|------------------------------------------------------------------------|
-| any       | start        | loads what it needs and joins, from its exec on                        |
+| any       | start        | loads and joins, from its exec on; a generator: up to its first work   |
 |           | other        | does what has no name here: bookkeeping, tokenizing, sending           |
 | generator | decode       | one step of the engine; with vLLM, and on a GPU, prefill included      |
 |           | prefill      | prompts go through the embedded engine on a CPU                        |

@@ -114,60 +114,58 @@ def _checkpoint(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
 
 def _generation(learner: _Causes, _generator: _Causes, _scorer: _Causes) -> str:
     return (
-        f"learner waits for batches {learner['wait_batch']:.0%}: generation is the bottleneck "
-        "(engines_per_gpu, another generator, a larger pipeline.max_staleness or pipeline.depth)"
+        f"{_waits(learner)}: generation is the bottleneck (engines_per_gpu, another generator, a "
+        "larger pipeline.max_staleness or pipeline.depth)"
     )
 
 
 def _scoring(learner: _Causes, generator: _Causes, scorer: _Causes) -> str:
     busy = scorer.get("score", 1.0)
     # Workers that are mostly idle while all wait: single verdicts take long, more hands do not help.
-    help_ = "scoring.num_workers, or a faster scorer" if busy >= 0.5 else "a faster scorer"
+    help_ = (
+        "scoring.num_workers" if busy >= 0.5 else f"a faster scorer; its processes: {busy:.0%} busy"
+    )
     return (
-        f"learner waits for batches {learner['wait_batch']:.0%}, generators for scores "
-        f"{generator['wait_score']:.0%}, scorers are busy {busy:.0%}: scoring is the bottleneck "
-        f"({help_})"
+        f"{_waits(learner)}, generators for scores {generator['wait_score']:.0%}: scoring is the "
+        f"bottleneck ({help_})"
     )
 
 
 def _weights(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
     transit, adopt = generator.get("wait_weights", 0.0), generator.get("adopt", 0.0)
     if adopt > transit:
-        return (
-            f"learner waits for batches {learner['wait_batch']:.0%}, adoption stalls generators "
-            f"{adopt:.0%}: adopting weights is the bottleneck (more tokens per step)"
-        )
+        return f"{_waits(learner)}, weights: adoption stalls generators {adopt:.0%} (larger steps)"
     return (
-        f"learner waits for batches {learner['wait_batch']:.0%}, generators for weights {transit:.0%}: "
-        'the weight path is the bottleneck (weights.transport="shm" on one host, '
-        "weights.chunk_bytes, weights.chunks_in_flight, a larger pipeline.max_staleness)"
+        f"{_waits(learner)}, generators for weights {transit:.0%}: the weight path is the bottleneck "
+        "(weights.transport, weights.chunk_bytes, weights.chunks_in_flight, pipeline.max_staleness)"
     )
 
 
 def _evaluation(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
     return (
-        f"learner waits for batches {learner['wait_batch']:.0%}, generators evaluate "
-        f"{generator['eval']:.0%}: evaluation is the bottleneck (eval.every_steps, eval.num_prompts)"
+        f"{_waits(learner)}, generators evaluate {generator['eval']:.0%}: evaluation is the bottleneck "
+        "(eval.every_steps, eval.num_prompts)"
     )
 
 
 def _overhead(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
     return (
-        f"learner waits for batches {learner['wait_batch']:.0%}, generators are outside of their "
-        f"engine {generator['other']:.0%}: bookkeeping is the bottleneck (longer completions, or "
-        "another generator)"
+        f"{_waits(learner)}, generators are outside of their engine {generator['other']:.0%}: "
+        "bookkeeping is the bottleneck (another generator)"
     )
 
 
 def _turns(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
-    waits, credit = learner["wait_batch"], generator["wait_credit"]
-    both = f"learner waits for batches {waits:.0%}, generators for credit {credit:.0%}"
-    if waits + credit > IDLE:
-        return (
-            f"{both}, both at once: what lies between them is the bottleneck, publishing weights and "
-            "messages (a larger pipeline.max_staleness or pipeline.depth, more tokens per step)"
-        )
-    return f"{both}: they take turns (a larger pipeline.max_staleness or pipeline.depth)"
+    credit = generator["wait_credit"]
+    both = f"{_waits(learner)}, generators for credit {credit:.0%}"
+    help_ = "a larger pipeline.max_staleness or pipeline.depth"
+    if learner["wait_batch"] + credit > IDLE:
+        return f"{both}, both at once: publishing and messages are the bottleneck ({help_})"
+    return f"{both}: they take turns ({help_})"
+
+
+def _waits(learner: _Causes) -> str:
+    return f"learner waits for batches {learner['wait_batch']:.0%}"
 
 
 _SENTENCES: dict[Limit, Callable[[_Causes, _Causes, _Causes], str]] = {

@@ -102,5 +102,6 @@ def _take(life: Life, event: dict[str, Any]) -> None:
 
 
 def _finished(life: Life) -> Life:
+    life.spans.reverse()  # of two with the same ends the inner one was written first
     life.spans.sort(key=lambda span: (span.start_s, -span.end_s))
     return life

@@ -116,12 +116,10 @@ METRICS: dict[str, Metric] = {
     "time/snapshot_s": Metric("s", "value", "copying weights for publication"),
     "time/checkpoint_s": Metric("s", "value", "saving"),
     "time/record_s": Metric("s", "value", "writing rollouts and metrics"),
-    "share/learner": Metric("1", "value", "rank 0's time in this step that went to each cause"),
-    "share/generator": Metric(
-        "1", "value", "generators' time that went to each cause, over >= 2 s"
-    ),
-    "share/scorer": Metric("1", "value", "scoring processes' time that went to each cause"),
-    "share/broker": Metric("1", "value", "broker's time that went to each cause"),
+    "share/learner": Metric("1", "value", "rank 0's time by cause, over the last 1 s or the step"),
+    "share/generator": Metric("1", "value", "all generators' time by cause, over the same"),
+    "share/scorer": Metric("1", "value", "all scoring processes' time by cause, over the same"),
+    "share/broker": Metric("1", "value", "the broker's time by cause, over the same"),
     "eval/score": Metric("score", "value", "mean score on held-out problems"),
     "eval/version": Metric("versions", "value", "version that eval/score belongs to"),
     "eval/unscored": Metric("samples", "value", "held-out samples without a score"),
