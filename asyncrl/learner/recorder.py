@@ -41,6 +41,7 @@ class Recorder:
         """Open the files; records of steps that are made again from `first_version` move aside."""
         for name, key in (("metrics", "step"), ("rollouts", "step"), ("evals", "version")):
             set_later_aside(run_dir / f"{name}.jsonl", key=key, limit=first_version)
+        self._keeps_rollouts = config.telemetry.rollouts
         self._num_generators = config.pipeline.num_generators
         self._rollouts = JsonlSink(run_dir / "rollouts.jsonl")
         self._evals = JsonlSink(run_dir / "evals.jsonl")
@@ -65,7 +66,9 @@ class Recorder:
         self._watch = Watch() if self._alerts != "off" else Watch(())
 
     def rollouts(self, step: int, delivery: Delivery) -> None:
-        """One line for every rollout of the step's batch."""
+        """One line for every rollout of the step's batch, unless telemetry.rollouts is off."""
+        if not self._keeps_rollouts:
+            return
         generators = {}
         if delivery.batch is not None:
             generators = {ref.group_id: ref.generator for ref in delivery.batch.groups}

@@ -107,7 +107,7 @@ def totals_shares(now: Mapping[str, float], before: Mapping[str, float]) -> Shar
     for name, value in now.items():
         kind, _, cause = name.partition("/")
         if kind in KINDS and cause:
-            # What was open at `before` may have found its name since, so "other" may have shrunk.
+            # A total may shrink by a little: a scorer's, once it is known when it was done.
             spent[kind][cause] = max(0.0, value - before.get(name, 0.0))
     return _divided(spent)
 

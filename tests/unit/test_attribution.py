@@ -197,6 +197,10 @@ def test_shares_of_totals_are_of_each_kinds_own_time_and_leave_other_counters_ou
         "generator": {"decode": 0.8, "other": 0.1, "eval": 0.1},
         "scorer": {"score": 0.75, "other": 0.25},
     }
+    # A worker counts as busy until its verdict is seen, which then says that it was done before.
+    assert totals_shares({"scorer/score": 4.0, "scorer/other": 9.0}, {"scorer/score": 4.5}) == {
+        "scorer": {"score": 0.0, "other": 1.0}
+    }
     record = {"step": 3, "version": 4, "bottleneck": "none", **share_values(shares)}
     assert record["share/generator@decode"] == 0.8
     assert record_shares(json.loads(json.dumps(record))) == shares
