@@ -5,6 +5,8 @@
     asyncrl probe CONFIG [section.key=value ...]    how many vLLM engines a GPU of this host should have
     asyncrl broker|learner|generator CONFIG ...     one process, for runs over several hosts
     asyncrl sweep SWEEP [key=value ...]             many runs that differ in k, and a verdict
+    asyncrl metrics                                 every metric: name, unit, reduction, meaning
+    asyncrl trace RUN [--out FILE]                  all processes of a run as one Perfetto timeline
 
 A process is imported only when asked for. The outermost frame of each process is here: it turns an
 error into one line, a record for the supervisor, and an exit code (0 done, 1 failed, 2 usage or config).
@@ -37,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, do it, exit."""
     options = _parser().parse_args(arguments)
     try:
+        if "config" not in options:
+            sys.exit(options.do(options))
         sys.exit(options.do(options.read(Path(options.config), options.overrides), options))
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"asyncrl: {error}\n")
@@ -75,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--name", default=default_name, help="unique in the run")
             sub.add_argument("--incarnation", type=int, default=0, help=argparse.SUPPRESS)
     _add_sweep(commands.add_parser("sweep", help="many runs that differ in k, and a verdict"))
+    metrics = commands.add_parser("metrics", help="list every metric")
+    metrics.set_defaults(do=_metrics)
+    trace = commands.add_parser("trace", help="all processes of a run as one Perfetto timeline")
+    trace.add_argument("run", type=Path, help="run folder")
+    trace.add_argument("--out", type=Path, help="by default RUN/timeline.json; .gz is compressed")
+    trace.set_defaults(do=_trace)
     return parser
 
 
@@ -94,6 +104,22 @@ def _sweep(settings: SweepSettings, options: argparse.Namespace) -> int:
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise ConfigError(f"--shard {options.shard}: expected I/N, as 0/4")
     return sweep(settings, part=(int(index), int(count)), report_only=options.report)
+
+
+def _metrics(_options: argparse.Namespace) -> int:
+    from asyncrl.telemetry.listing import metrics_table
+
+    sys.stdout.write(metrics_table())
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from asyncrl.telemetry.timeline import write_timeline
+
+    out = options.out or options.run / "timeline.json"
+    num_events = write_timeline(options.run, out)
+    sys.stdout.write(f"{out}: {num_events} events; open it in https://ui.perfetto.dev\n")
+    return 0
 
 
 def _config(config: RunConfig, _options: argparse.Namespace) -> int:
@@ -186,6 +212,7 @@ def _broker(config: RunConfig, options: argparse.Namespace) -> int:
             run_id=run_id,
             token=_token(config, options),
             address_file=options.run_dir / "broker.json",
+            trace=options.run_dir / "trace/broker.jsonl" if config.telemetry.trace else None,
         )
 
     return _guard("broker", options, serve)

@@ -72,6 +72,8 @@ class Peers:
         self._by_sender: dict[bytes, Peer] = {}
         self._left: dict[str, float] = defaultdict(float)  # counters of generators that are gone
         self.num_generators_ever = 0
+        self.broker_counters: Mapping[str, float] = {}
+        """Running totals of the broker itself, kept up to date by its loop."""
 
     def __iter__(self) -> Iterator[Peer]:
         """All peers, also while some are removed."""
@@ -120,8 +122,8 @@ class Peers:
         return [p for p in self._by_sender.values() if now_s - p.heard_s > silence_s]
 
     def counters(self) -> dict[str, float]:
-        """Running totals over all generators, those that are gone included."""
-        totals = dict(self._left)
+        """Running totals over all generators, those that are gone included, and the broker's."""
+        totals = {**self._left, **self.broker_counters}
         for peer in self._by_sender.values():
             for name, value in peer.counters.items():
                 totals[name] = totals.get(name, 0.0) + value

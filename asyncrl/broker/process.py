@@ -15,6 +15,7 @@ from asyncrl.broker.settings import Settings
 from asyncrl.broker.state import Broker
 from asyncrl.config import RunConfig
 from asyncrl.errors import PeerLostError
+from asyncrl.telemetry.trace import Tracer, process_start_s
 from asyncrl.wire.channel import MAX_MESSAGE_BYTES, Listener, Malformed
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,18 @@ _FAREWELL_S = 5.0
 
 _REPORT_S = 60.0
 
+_TRACE_GRAIN_S = 0.5
+"""Waits between messages, hundreds a second, go to the trace file summed up over this long."""
 
-def run(config: RunConfig, *, run_id: str, token: str, address_file: Path | None) -> None:
+
+def run(
+    config: RunConfig,
+    *,
+    run_id: str,
+    token: str,
+    address_file: Path | None,
+    trace: Path | None = None,
+) -> None:
     """Serve one run until it is over.
 
     Args:
@@ -37,6 +48,7 @@ def run(config: RunConfig, *, run_id: str, token: str, address_file: Path | None
         token: the shared key; "" if none is needed (loopback).
         address_file: where to write {"endpoint", "run_id", "pid"} as JSON, mode 0600, once peers
             can connect; None writes nothing.
+        trace: file for trace events; None writes none.
 
     Raises:
         ConfigError: broker.address cannot be bound.
@@ -44,13 +56,16 @@ def run(config: RunConfig, *, run_id: str, token: str, address_file: Path | None
     """
     settings = Settings.from_config(config, run_id=run_id, token=token)
     listener = Listener(config.broker.address, max_message_bytes=MAX_MESSAGE_BYTES)
+    since_s = process_start_s()
+    tracer = Tracer(trace, process="broker", kind="broker", since_s=since_s, grain_s=_TRACE_GRAIN_S)
+    tracer.joined()
     try:
         log.info("run %s: the broker listens on %s", run_id, listener.endpoint)
         if address_file is not None:
             write_address(address_file, endpoint=listener.endpoint, run_id=run_id)
         broker = Broker(settings, now_s=time.monotonic())
         try:
-            serve(broker, listener)
+            serve(broker, listener, tracer)
         except KeyboardInterrupt:
             now_s = time.monotonic()
             interrupted = PeerLostError("the broker was interrupted")
@@ -58,6 +73,7 @@ def run(config: RunConfig, *, run_id: str, token: str, address_file: Path | None
             raise
     finally:
         listener.close()
+        tracer.close()
     if broker.failure is not None:
         raise broker.failure
 
@@ -74,12 +90,14 @@ def write_address(path: Path, *, endpoint: str, run_id: str) -> None:
     draft.replace(path)
 
 
-def serve(broker: Broker, listener: Listener) -> None:
+def serve(broker: Broker, listener: Listener, tracer: Tracer) -> None:
     """Receive, handle, send; returns when the run is over and peers had time to say Bye."""
     report_s = time.monotonic() + _REPORT_S
     over_s: float | None = None
     while True:
-        incoming = listener.receive(_POLL_S)
+        with tracer.span("broker/idle"):
+            incoming = listener.receive(_POLL_S)
+        broker.peers.broker_counters = tracer.totals()
         now_s = time.monotonic()
         if isinstance(incoming, Malformed):
             log.warning("malformed message: %s", incoming.reason)

@@ -195,7 +195,7 @@ class HostConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Where records go; metrics.jsonl and rollouts.jsonl are always written."""
+    """Where records go; metrics.jsonl and evals.jsonl are always written."""
 
     wandb: Literal["off", "online", "offline"] = "off"
     wandb_project: str = "asyncrl"
@@ -203,6 +203,11 @@ class TelemetryConfig(Section):
     """Runs that W&B shows together; a sweep sets it to its name."""
 
     trace: bool = True
+    """What every process did when: trace/, for `asyncrl trace` and a run's overlap."""
+
+    rollouts: bool = True
+    """Every trained rollout with its text in rollouts.jsonl; off where texts are many or private."""
+
     alerts: Literal["warn", "stop", "off"] = "warn"
     """When a metric leaves its healthy range (telemetry/alerts.py): say so, end the run, or nothing."""
 

@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -14,13 +16,16 @@ from asyncrl.generator.process import Generator
 from asyncrl.generator.prompts import PromptRenderer
 from asyncrl.tasks import make_task
 from asyncrl.tasks.scoring import ScoringPool
-from asyncrl.telemetry.trace import Tracer
+from asyncrl.telemetry.trace import Tracer, process_start_s
 from asyncrl.weights.staging import DeviceStaging
 from asyncrl.weights.subscriber import Subscriber
 from asyncrl.wire.mailbox import Mailbox
 from asyncrl.wire.messages import Hello
 
 log = logging.getLogger(__name__)
+
+_TRACE_GRAIN_S = 0.05
+"""Decode steps, a hundred or more a second, go to the trace file summed up over this long."""
 
 
 def run(
@@ -34,22 +39,30 @@ def run(
     incarnation: int,
 ) -> None:
     """Load the model, join the broker at `endpoint`, work until it says Stop."""
+    traces = run_dir / "trace" if config.telemetry.trace else None
+    tracer = Tracer(
+        traces and traces / f"{name}.jsonl", process=name, kind="generator",
+        since_s=process_start_s(), grain_s=_TRACE_GRAIN_S,
+    )  # fmt: skip
     engine = make_engine(
         config.model.path,
         config.engine,
         lora=config.lora,
         max_staleness=config.pipeline.max_staleness,
+        on_prefill=partial(tracer.add, "generator/prefill", within="generator/decode"),
     )
     _check_room(config, engine)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     renderer = PromptRenderer(tokenizer, make_task(config.task, seed=config.seed))
     renderer.render("train", 0)  # a template that does not fit fails before anything is started
+    scorers = _scorer_tracers(traces, name, config.scoring.num_workers)
     pool = ScoringPool(
         config.task,
         config.seed,
         num_workers=config.scoring.num_workers,
         deadline_s=config.scoring.deadline_s,
         max_memory_bytes=config.scoring.max_memory_bytes,
+        on_busy=partial(_write_score, scorers),
     )
     hello = Hello(
         role="generator", name=name, run_id=run_id, config_digest=config.digest, token=token,
@@ -62,10 +75,10 @@ def run(
         chunks_in_flight=config.weights.chunks_in_flight,
         timeout_s=config.weights.timeout_s,
         staging=DeviceStaging(engine.device) if engine.device.type == "cuda" else None,
+        on_change=mailbox.bell.ring,
     )
-    trace = run_dir / "trace" / f"{name}.jsonl" if config.telemetry.trace else None
-    tracer = Tracer(trace, process=name)
     mark_joined(run_dir, name)
+    tracer.joined()
     try:
         stop = Generator(
             config,
@@ -86,8 +99,21 @@ def run(
         )
         pool.close()
         subscriber.close()
-        tracer.close()
+        for each in (tracer, *scorers):
+            each.close()
         engine.close()
+
+
+def _scorer_tracers(traces: Path | None, generator: str, num_workers: int) -> list[Tracer]:
+    """One for each scoring process, written by its generator, which is told when it was at work."""
+    names = [f"{generator}-scorer-{index}" for index in range(num_workers)]
+    return [
+        Tracer(traces and traces / f"{name}.jsonl", process=name, kind="scorer") for name in names
+    ]
+
+
+def _write_score(tracers: Sequence[Tracer], index: int, start_s: float, end_s: float) -> None:
+    tracers[index].add("scorer/score", start_s, end_s)
 
 
 def _check_room(config: RunConfig, engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 
 from asyncrl.config import EngineConfig, LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
@@ -21,12 +22,20 @@ VLLM_DEFAULTS = {
 
 
 def make_engine(
-    path: str, config: EngineConfig, *, lora: LoraConfig = NO_LORA, max_staleness: int = 0
+    path: str,
+    config: EngineConfig,
+    *,
+    lora: LoraConfig = NO_LORA,
+    max_staleness: int = 0,
+    on_prefill: Callable[[float, float], None] | None = None,
 ) -> Engine:
     """Load the model in `path` into the engine that `config` asks for.
 
     With lora.rank > 0 it adopts adapters; of versions served as adapters (lora.serving="pinned")
     max_staleness + 1 can run in one batch.
+
+    `on_prefill` is called within `step` with the start and end of each prefill, in seconds of
+    time.monotonic(), by an engine that can tell it from decoding: the embedded one on a CPU.
 
     With engine.kind="vllm" this process's environment is changed (VLLM_ENVIRONMENT), and vllm is
     imported, which takes about ten seconds.
@@ -46,6 +55,7 @@ def make_engine(
         dtype=config.dtype,
         max_concurrent_completions=config.max_concurrent_completions,
         lora=lora,
+        on_prefill=on_prefill,
     )
 
 

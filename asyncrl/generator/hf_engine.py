@@ -13,8 +13,9 @@ Invariant: a token's version and log mu are those of the step that sampled it. W
 between steps, all of them or none; the cache of running rows is kept then (design: `keep`).
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
@@ -87,10 +88,13 @@ class HFEngine:
         max_concurrent_completions: int,
         version: int = 0,
         lora: LoraConfig = NO_LORA,
+        on_prefill: Callable[[float, float], None] | None = None,
     ) -> None:
         """Load the model and tokenizer in `path` (a directory or a hub id) as `version`.
 
-        With lora.rank > 0 adapters are adopted, merged into these weights.
+        With lora.rank > 0 adapters are adopted, merged into these weights. `on_prefill` gets start and
+        end of each prefill, in seconds of time.monotonic(); on a GPU, where calls return before the
+        work is done, it is never called.
 
         Raises:
             ConfigError: they cannot be loaded, the architecture's cache cannot be padded, or the
@@ -108,6 +112,7 @@ class HFEngine:
         self._rows: list[_Row] = []
         self._waiting: deque[SampleRequest] = deque()
         self._num_nonfinite = 0
+        self._on_prefill = on_prefill if self._device.type == "cpu" else None
 
     @property
     def version(self) -> int:
@@ -248,12 +253,15 @@ class HFEngine:
 
     def _start(self, requests: Sequence[SampleRequest]) -> torch.Tensor:
         """Prefill each prompt once, give every completion a copy; logits of the new rows."""
+        start_s = time.monotonic()
         started = PaddedBatch(self._cached, self._device)
         logits = started.prefill([request.prompt_tokens for request in requests])
         copies = [i for i, request in enumerate(requests) for _ in range(request.num_completions)]
         started.select(copies)
         self._batch.extend(started)
         self._rows += [row for request in requests for row in _rows_of(request)]
+        if self._on_prefill is not None:
+            self._on_prefill(start_s, time.monotonic())
         return logits[torch.tensor(copies, device=self._device)]
 
     def _sample(self, logits: torch.Tensor) -> None:

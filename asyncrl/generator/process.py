@@ -27,8 +27,8 @@ from asyncrl.wire.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
-_IDLE_S = 0.01
-"""How long an idle loop listens for messages before it looks at verdicts and weights again."""
+_IDLE_S = 0.1
+"""How long an idle loop sleeps when nothing comes: scorers' deadlines and reports are not news."""
 
 _HOPELESS_VERDICTS = 64
 """After this many verdicts without a single score the scorer is taken to be broken."""
@@ -70,6 +70,7 @@ class Generator:
         self._counts: Counter[str] = Counter()
         self._adopter = Adopter(engine, tracer)
         self._next_report_s = 0.0
+        self._has_begun = False
         self._stop: m.Stop | None = None
         if mailbox.welcome.announcement is not None:
             subscriber.start(mailbox.welcome.announcement)
@@ -86,29 +87,36 @@ class Generator:
         return self._stop
 
     def _receive(self) -> None:
-        """Handle every message that has come; an idle engine waits here."""
-        timeout_s = 0.0
+        """Handle every message that has come; an idle engine waits here for any news."""
         if not self._engine.num_unfinished:
-            timeout_s = _IDLE_S
-            waiting_for = "score" if self._pool.num_pending else "credit"
-            with self._tracer.span(f"generator/wait_{waiting_for}"):
-                envelope = self._mailbox.receive(timeout_s)
-        else:
-            envelope = self._mailbox.receive(0.0)
-        while envelope is not None:
+            with self._tracer.span(self._idle_cause):
+                self._pool.rest(_IDLE_S, also=[self._mailbox.bell.fileno()])
+        self._mailbox.bell.quiet()
+        while (envelope := self._mailbox.receive(0.0)) is not None:
             self._handle(envelope.message)
-            envelope = self._mailbox.receive(0.0)
+
+    @property
+    def _idle_cause(self) -> str:
+        """What an idle engine lacks: scores it could send, else newer weights, else credit."""
+        if not self._has_begun:
+            return "generator/start"  # the learner may still be loading
+        if self._pool.num_pending:
+            return "generator/wait_score"
+        fetching = self._subscriber.is_fetching
+        return "generator/wait_weights" if fetching else "generator/wait_credit"
 
     def _handle(self, message: m.Message) -> None:
         match message:
             case m.Work(starts=starts):
                 self._asked = None
+                self._has_begun = True
                 for start in starts:
                     self._start(start)
             case m.Announcement():
                 self._asked = None
                 self._subscriber.start(message)
             case m.Evaluate(version=version):
+                self._has_begun = True
                 self._evaluate(version)
             case m.Stop():
                 self._stop = message
@@ -175,6 +183,7 @@ class Generator:
             self._abandon()
         if (staged.epoch, staged.version) > (self._epoch, self._engine.version):
             self._adopter.adopt(staged)
+            self._tracer.mark("version", version=staged.version, epoch=staged.epoch)
             self._epoch = staged.epoch
         staged.release()
 
@@ -281,4 +290,5 @@ class Generator:
             return
         self._next_report_s = now_s + min(self._config.broker.beat_s, _REPORT_S)
         totals = {key: float(value) for key, value in self._counts.items()}
-        self._mailbox.send(m.Counters(values=totals | self._adopter.totals | self._tracer.totals()))
+        totals |= self._adopter.totals | self._tracer.totals() | self._pool.usage()
+        self._mailbox.send(m.Counters(values=totals))

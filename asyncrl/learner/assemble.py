@@ -22,7 +22,7 @@ from asyncrl.learner.process import Learner, StartPoint
 from asyncrl.learner.ranks import Ranks
 from asyncrl.learner.recorder import Recorder
 from asyncrl.learner.reference import choose_reference
-from asyncrl.telemetry.trace import Tracer
+from asyncrl.telemetry.trace import Tracer, process_start_s
 from asyncrl.weights.buffers import choose_transport
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import PublicationDtype, Snapshotter, named_weights, snapshot_bytes
@@ -139,8 +139,7 @@ def _lead(
             token=token,
         )
         recorder = Recorder(config, run_dir=run_dir, run_id=run_id, first_version=start.version)
-        trace = run_dir / "trace/learner.jsonl" if config.telemetry.trace else None
-        tracer = Tracer(trace, process="learner")
+        tracer = _tracer(config, run_dir, ranks.rank)
         _mark_joined(run_dir)
         try:
             Learner(
@@ -186,22 +185,35 @@ def _follow(
 ) -> None:
     """Another rank: the same steps on its share of each batch."""
     weights = published_weights(policy)
-    Learner(
-        config=config,
-        run_dir=run_dir,
-        start=start,
-        ranks=ranks,
-        policy=policy,
-        optimizer=optimizer,
-        tokenizer=None,
-        inbox=Inbox(None, ranks, no_progress_s=config.pipeline.no_progress_s),
-        snapshotter=Snapshotter(weights, dtype=publication_dtype(config, policy), buffers=None),
-        publisher=None,
-        recorder=None,
-        tracer=Tracer(None, process=f"learner-{ranks.rank}"),
-        prober=prober,
-        **_optional_parts(config, ranks, policy, optimizer),
-    ).run()
+    tracer = _tracer(config, run_dir, ranks.rank)
+    try:
+        Learner(
+            config=config,
+            run_dir=run_dir,
+            start=start,
+            ranks=ranks,
+            policy=policy,
+            optimizer=optimizer,
+            tokenizer=None,
+            inbox=Inbox(None, ranks, no_progress_s=config.pipeline.no_progress_s),
+            snapshotter=Snapshotter(weights, dtype=publication_dtype(config, policy), buffers=None),
+            publisher=None,
+            recorder=None,
+            tracer=tracer,
+            prober=prober,
+            **_optional_parts(config, ranks, policy, optimizer),
+        ).run()
+    finally:
+        tracer.close()
+
+
+def _tracer(config: RunConfig, run_dir: Path, rank: int) -> Tracer:
+    """This rank's, from the start of its process on."""
+    name = "learner" if rank == 0 else f"learner-{rank}"
+    path = run_dir / "trace" / f"{name}.jsonl" if config.telemetry.trace else None
+    tracer = Tracer(path, process=name, kind="learner", since_s=process_start_s())
+    tracer.joined()
+    return tracer
 
 
 def _optional_parts(

@@ -77,13 +77,17 @@ class Learner:
         self.inbox.want(version)
         for step in range(version, last):
             self._step(step)
-        evals = self.inbox.await_eval(last, self.config.eval.deadline_s)
+        with self.tracer.span("learner/eval"):
+            evals = self.inbox.await_eval(last, self.config.eval.deadline_s)
         if self.recorder is not None:
             self.recorder.evaluations(evals)
 
     def _step(self, step: int) -> None:
         with self.tracer.span("learner/wait_batch"):
             delivery = self.inbox.take(step)
+        if delivery.batch is not None:
+            ledger = delivery.batch.ledger
+            self.tracer.count("groups", queued=ledger.queued, in_flight=ledger.in_flight)
         with self.tracer.span("learner/build"):
             batch = self._build(step, delivery)
         result = train_step(
@@ -106,9 +110,8 @@ class Learner:
         if self.recorder is not None:
             with self.tracer.span("learner/record"):
                 self.recorder.rollouts(step, delivery)
-            self.recorder.step(
-                delivery, batch=batch, result=result, bound=bound, spans=self.tracer.totals()
-            )
+                spans = self.tracer.totals()  # what recording takes from here on is the next step's
+                self.recorder.step(delivery, batch=batch, result=result, bound=bound, spans=spans)
 
     def _build(self, step: int, delivery: Delivery) -> StepBatch:
         config, algorithm = self.config, self.config.algorithm
@@ -171,6 +174,7 @@ class Learner:
                 scores = self.prober.score(self.policy, num_passed=passed)
         with self.tracer.span("learner/snapshot"):
             snapshot = self.snapshotter.take(version)
+        self.tracer.mark("version", version=version)
         if self.publisher is not None and snapshot is not None:
             if self.prober is not None:
                 probe = self.prober.probe(version, scores)

@@ -15,6 +15,8 @@ from asyncrl.learner.controller import Decision
 from asyncrl.learner.inbox import Delivery
 from asyncrl.learner.step import StepResult
 from asyncrl.telemetry.alerts import Trends, Watch
+from asyncrl.telemetry.attribution import record_shares
+from asyncrl.telemetry.bottleneck import diagnose
 from asyncrl.telemetry.metrics import resolve
 from asyncrl.telemetry.sinks import JsonlSink, Sink, WandbSink, set_later_aside
 from asyncrl.wire.messages import Batch, EvalDone
@@ -25,8 +27,8 @@ _TIMED = (
     "wait_batch", "build", "forward", "backward", "optimizer", "probe", "snapshot", "checkpoint",
     "record",
 )  # fmt: skip
-_RATE_WINDOW_S = 2.0
-"""Generators' rates are over the steps of at least this time."""
+_RATE_WINDOW_S = 1.0
+"""Generators' rates, and all shares of time, are over the steps of at least this time."""
 
 _BUSY = ("build", "forward", "backward", "optimizer", "probe", "snapshot")
 
@@ -40,6 +42,7 @@ class Recorder:
         """Open the files; records of steps that are made again from `first_version` move aside."""
         for name, key in (("metrics", "step"), ("rollouts", "step"), ("evals", "version")):
             set_later_aside(run_dir / f"{name}.jsonl", key=key, limit=first_version)
+        self._keeps_rollouts = config.telemetry.rollouts
         self._num_generators = config.num_engines
         self._rollouts = JsonlSink(run_dir / "rollouts.jsonl")
         self._evals = JsonlSink(run_dir / "evals.jsonl")
@@ -65,7 +68,9 @@ class Recorder:
         self._watch = Watch() if self._alerts != "off" else Watch(())
 
     def rollouts(self, step: int, delivery: Delivery) -> None:
-        """One line for every rollout of the step's batch."""
+        """One line for every rollout of the step's batch, unless telemetry.rollouts is off."""
+        if not self._keeps_rollouts:
+            return
         generators = {}
         if delivery.batch is not None:
             generators = {ref.group_id: ref.generator for ref in delivery.batch.groups}
@@ -99,7 +104,7 @@ class Recorder:
         sums["rate/trained_tokens_per_s"] = batch.num_tokens / step_s
         sums |= self._times(spans, step_s)
         if delivery.batch is not None:
-            sums |= self._broker_values(delivery.batch)
+            sums |= self._broker_values(delivery.batch, spans)
         record: dict[str, Any] = {
             "step": batch.version,
             "version": batch.version + 1,
@@ -107,6 +112,8 @@ class Recorder:
         }
         checks = {"check": sums.get("canary/checks", 0.0)}
         record |= resolve(sums, batch.counts | result.counts | checks)
+        if shares := record_shares(record):
+            record["bottleneck"] = diagnose(shares).limit
         if result.skipped:
             record["skipped"] = result.skipped
         on, began = self._watch.step(record)
@@ -123,20 +130,21 @@ class Recorder:
         if texts and self._alerts == "stop":
             raise AlertError(f'step {step}, telemetry.alerts="stop": {"; ".join(texts)}')
 
-    def _broker_values(self, batch: Batch) -> dict[str, float]:
-        """Ledger, generators' rates and the newest evaluation, as the Batch brought them."""
+    def _broker_values(self, batch: Batch, spans: dict[str, float]) -> dict[str, float]:
+        """Ledger, everybody's rates and shares, and the newest evaluation, as the Batch brought them."""
         now_s = time.monotonic()
         # Generators report a few times a second; over less than a window a rate would flicker.
         while len(self._counters) > 1 and now_s - self._counters[1][0] >= _RATE_WINDOW_S:
             self._counters.popleft()
         then_s, before = self._counters[0]
+        counters = batch.counters | spans
         values = records.ledger_values(batch) | records.generator_values(
-            batch.counters,
+            counters,
             before,
             seconds=max(now_s - then_s, 1e-9),
             num_generators=self._num_generators,
         )
-        self._counters.append((now_s, dict(batch.counters)))
+        self._counters.append((now_s, counters))
         values["staleness/queued_s"] = sum(ref.queued_s for ref in batch.groups)
         self.evaluations(batch.evals)
         if batch.evals:
@@ -145,11 +153,11 @@ class Recorder:
 
     def _times(self, spans: dict[str, float], step_s: float) -> dict[str, float]:
         """Seconds of this step by phase, from the tracer's running totals."""
+        before, self._last_spans = self._last_spans, spans
         spent = {
-            name: spans.get(f"learner/{name}", 0.0) - self._last_spans.get(f"learner/{name}", 0.0)
+            name: spans.get(f"learner/{name}", 0.0) - before.get(f"learner/{name}", 0.0)
             for name in _TIMED
         }
-        self._last_spans = spans
         times = {f"time/{name}_s": seconds for name, seconds in spent.items()}
         times["time/step_s"] = step_s
         times["learner/busy_frac"] = min(1.0, sum(spent[name] for name in _BUSY) / step_s)

@@ -5,10 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.telemetry.attribution import share_values, totals_shares
 from asyncrl.types import Rollout, RolloutGroup
 from asyncrl.wire.messages import Batch, EvalDone
 
-_GENERATOR_BUSY = ("generator/decode", "generator/eval", "generator/adopt", "generator/canary")
+_GENERATOR_BUSY = (
+    "generator/decode", "generator/prefill", "generator/eval", "generator/adopt",
+    "generator/canary",
+)  # fmt: skip
 
 
 def batch_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -49,7 +53,10 @@ def ledger_values(batch: Batch) -> dict[str, float]:
 def generator_values(
     now: Mapping[str, float], before: Mapping[str, float], *, seconds: float, num_generators: int
 ) -> dict[str, float]:
-    """Rates of all generators together, from their running totals `seconds` apart."""
+    """Rates of all generators together, and everybody's shares of time, from running totals.
+
+    `seconds` lie between `before` and `now`; an empty `before`, with start-up behind it, gives no shares.
+    """
     busy_s = sum(now.get(name, 0.0) - before.get(name, 0.0) for name in _GENERATOR_BUSY)
     sampled = now.get("sampled_tokens", 0.0) - before.get("sampled_tokens", 0.0)
     return {
@@ -60,6 +67,7 @@ def generator_values(
         "canary/distance": now.get("canary/distance", 0.0),
         "canary/checks": now.get("canary/checks", 0.0),
         "prompts/too_long": now.get("prompts/too_long", 0.0),
+        **(share_values(totals_shares(now, before)) if before else {}),
     }
 
 

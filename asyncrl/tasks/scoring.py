@@ -22,6 +22,7 @@ import os
 import selectors
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -57,8 +58,13 @@ class ScoringPool:
         deadline_s: float,
         max_memory_bytes: int,
         start_timeout_s: float = 120.0,
+        on_busy: Callable[[int, float, float], None] | None = None,
     ) -> None:
-        """Start the workers; they build their scorers while the caller goes on."""
+        """Start the workers; they build their scorers while the caller goes on.
+
+        `on_busy` is told which worker (0 .. num_workers - 1) was at work from when to when, in seconds
+        of time.monotonic(), once for every item that it scored or was killed over.
+        """
         self._settings = json.dumps(
             {
                 "task": task_config.model_dump(mode="json"),
@@ -74,6 +80,9 @@ class ScoringPool:
         self._verdicts: list[tuple[int, Verdict]] = []
         self._num_blameless_deaths = 0
         self._failure: ConfigError | None = None
+        self._on_busy = on_busy
+        self._busy_s = 0.0
+        self._start_s = time.monotonic()
         self._workers = [WorkerHandle(self._settings) for _ in range(num_workers)]
 
     def __enter__(self) -> Self:
@@ -91,6 +100,14 @@ class ScoringPool:
     def num_pending(self) -> int:
         """Submitted keys whose verdict was not handed out yet."""
         return len(self._pending)
+
+    def usage(self) -> dict[str, float]:
+        """Seconds of all workers since the start: scorer/score, and the rest as scorer/other."""
+        now_s = time.monotonic()
+        at_work = [worker for worker in self._workers if worker.items and worker.items[0].is_sent]
+        busy_s = self._busy_s + sum(now_s - worker.head_began_s() for worker in at_work)
+        whole_s = len(self._workers) * (now_s - self._start_s)
+        return {"scorer/score": busy_s, "scorer/other": whole_s - busy_s}
 
     def submit(self, key: int, problem: Problem, completion: str) -> None:
         """Queue one completion; `key` (0 <= key < 2^64) comes back with its verdict.
@@ -130,12 +147,20 @@ class ScoringPool:
             left_s = end_s - time.monotonic()
             if verdicts or not self._pending or left_s <= 0:
                 return verdicts
-            with selectors.DefaultSelector() as selector:
-                for worker in self._workers:
-                    selector.register(worker.stdout, selectors.EVENT_READ)
-                    if worker.has_unsent:
-                        selector.register(worker.stdin, selectors.EVENT_WRITE)
-                selector.select(min(left_s, MAX_NAP_S))
+            self.rest(left_s)
+
+    def rest(self, timeout_s: float, *, also: Sequence[int] = ()) -> None:
+        """Sleep until a worker has news, one of the file descriptors `also` is readable, or the time
+        is up; never longer than MAX_NAP_S, since deadlines are kept by `poll`.
+        """
+        with selectors.DefaultSelector() as selector:
+            for descriptor in also:
+                selector.register(descriptor, selectors.EVENT_READ)
+            for worker in self._workers:
+                selector.register(worker.stdout, selectors.EVENT_READ)
+                if worker.has_unsent:
+                    selector.register(worker.stdin, selectors.EVENT_WRITE)
+            selector.select(min(timeout_s, MAX_NAP_S))
 
     def close(self) -> None:
         """Kill the workers; what is pending gets no verdict."""
@@ -150,7 +175,7 @@ class ScoringPool:
         has_ended = worker.has_ended  # asked first: all that it wrote before is in the pipe by now
         try:
             for reply in worker.receive():
-                self._take(worker, reply)
+                self._take(index, reply)
         except (ValueError, TypeError) as error:
             self._replace(index, "error", f"the scoring process broke its protocol: {error}")
             return
@@ -168,12 +193,13 @@ class ScoringPool:
                 f"of task.scorer may hang. It printed: {worker.stderr_tail() or 'nothing'}"
             )
 
-    def _take(self, worker: WorkerHandle, reply: list[Any]) -> None:
+    def _take(self, index: int, reply: list[Any]) -> None:
         """Act on one reply (worker.py's table).
 
         Raises:
             ValueError, TypeError: it is none of that table, or not about the worker's first item.
         """
+        worker = self._workers[index]
         match reply:
             case ["ready"] if not worker.is_ready:
                 worker.is_ready = True
@@ -189,10 +215,20 @@ class ScoringPool:
                 if not worker.items or worker.items[0].key != key:
                     raise ValueError(f"a verdict on {key!r}, which was not next")
                 verdict = Verdict(status=status, score=score, detail=detail)
+                self._was_busy(index, done_s)
                 worker.free_s = done_s
                 self._settle(worker.items.popleft(), verdict)
             case _:
                 raise ValueError(f"unknown reply {str(reply)[:80]}")
+
+    def _was_busy(self, index: int, until_s: float) -> None:
+        """A worker was at its first item until then, by a clock that may be forged."""
+        began_s, now_s = self._workers[index].head_began_s(), time.monotonic()
+        # The process may be done before the time at which it was given its item is noted down.
+        end_s = min(max(began_s, until_s), now_s)
+        self._busy_s += end_s - began_s
+        if self._on_busy is not None:
+            self._on_busy(index, began_s, end_s)
 
     def _settle(self, item: Item, verdict: Verdict) -> None:
         self._verdicts.append((item.key, verdict))
@@ -202,6 +238,8 @@ class ScoringPool:
         """End a worker, blame its first item, give back the others, start a fresh one."""
         worker = self._workers[index]
         printed = worker.stderr_tail()
+        if worker.items and worker.items[0].is_sent:
+            self._was_busy(index, time.monotonic())
         code = worker.end()
         self._workers[index] = WorkerHandle(self._settings)
         if worker.items and worker.items[0].is_sent:

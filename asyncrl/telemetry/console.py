@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.telemetry.overlap import run_overlap
+from asyncrl.telemetry.attribution import record_shares, run_overlap
+from asyncrl.telemetry.bottleneck import diagnose
 
 _PHASES = ("wait_batch", "forward", "backward", "optimizer", "snapshot", "checkpoint")
 
@@ -45,7 +46,7 @@ class Follower:
 
 def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) -> str:
     """One step: reward, staleness, both sides' rates and busy shares, where the learner's time went;
-    below it, what began to deserve attention.
+    below it, which side waits and what would help, and what began to deserve attention.
     """
 
     def number(name: str, form: str = ".2f") -> str:
@@ -63,6 +64,8 @@ def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) 
     if record.get("rollouts/unscored_frac"):
         unscored = f" ({record['rollouts/unscored_frac']:.0%} unscored)"
     skipped = f"  no update: {record['skipped']}" if record.get("skipped") else ""
+    waits = diagnose(record_shares(record))
+    advice = f"\n  {waits.text}" if waits.limit != "none" else ""
     alerts = "".join(f"\n  ALERT {text}" for text in record.get("new_alerts", ()))
     return (
         f"version {record['version']:>3}/{num_steps}  reward {number('reward/mean')}{unscored}  "
@@ -70,7 +73,7 @@ def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) 
         f"{limit})  generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
         f"{number('generator/busy_frac', '.0%')} busy  train "
         f"{number('rate/trained_tokens_per_s', '.0f')} tok/s {number('learner/busy_frac', '.0%')} "
-        f"busy  [{step_s:.1f} s: {', '.join(shares)}]{skipped}{alerts}"
+        f"busy  [{step_s:.1f} s: {', '.join(shares)}]{skipped}{advice}{alerts}"
     )
 
 

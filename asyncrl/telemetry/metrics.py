@@ -1,8 +1,9 @@
 """Every metric, declared once: name, unit, how it is reduced, what it means.
 
 Code emits sums and counts; `resolve` is the one place that divides, after sums were reduced over ranks.
-A name may carry "@d", the staleness bucket d; it then shares the declaration of the part before it. A
-name that is not declared here raises, so a typo cannot make a new curve.
+A name may carry "@...", a bucket: the staleness d, or a cause of telemetry/attribution.py; it then shares
+the declaration of the part before it. A name that is not declared here raises, so a typo cannot make a
+new curve.
 """
 
 import math
@@ -116,6 +117,10 @@ METRICS: dict[str, Metric] = {
     "time/probe_s": Metric("s", "value", "log-probs of the canary's fixed sequence"),
     "time/checkpoint_s": Metric("s", "value", "saving"),
     "time/record_s": Metric("s", "value", "writing rollouts and metrics"),
+    "share/learner": Metric("1", "value", "rank 0's time by cause, over the last 1 s or the step"),
+    "share/generator": Metric("1", "value", "all generators' time by cause, over the same"),
+    "share/scorer": Metric("1", "value", "all scoring processes' time by cause, over the same"),
+    "share/broker": Metric("1", "value", "the broker's time by cause, over the same"),
     "eval/score": Metric("score", "value", "mean score on held-out problems"),
     "eval/version": Metric("versions", "value", "version that eval/score belongs to"),
     "eval/unscored": Metric("samples", "value", "held-out samples without a score"),

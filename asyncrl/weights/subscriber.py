@@ -91,6 +91,7 @@ class Subscriber:
         token: str = "",
         shm_dir: Path = SHM_DIR,
         staging: DeviceStaging | None = None,
+        on_change: Callable[[], None] | None = None,
     ) -> None:
         """Nothing is fetched before the first `start`.
 
@@ -102,6 +103,7 @@ class Subscriber:
             token: key to present (tcp).
             shm_dir: the only directory that files are read from (shm).
             staging: the way to the engine's GPU; None leaves weights in host memory.
+            on_change: called from the thread when a fetch has ended, well or not.
 
         Raises:
             ConfigError: the run id cannot name files.
@@ -120,6 +122,7 @@ class Subscriber:
         self.num_superseded = 0
         """Versions that were gone before they were fetched."""
 
+        self._on_change = on_change
         self._changed = threading.Condition()
         self._failure = Handover()
         self._newest = (-1, -1)
@@ -165,6 +168,12 @@ class Subscriber:
             self._failure.raise_if_failed(forget=True)
             staged, self._staged = self._staged, None
             return staged
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a newer version is on its way, or waits for its turn."""
+        with self._changed:
+            return self._busy or self._target is not None
 
     def wait(self, timeout_s: float) -> StagedWeights | None:
         """`ready`, waiting up to `timeout_s`; None at once when nothing is being fetched."""
@@ -247,6 +256,8 @@ class Subscriber:
                 self._failure = outcome
                 self._retryable = self._target is None
             self._changed.notify_all()
+        if self._on_change is not None:
+            self._on_change()
 
     def _on_release(self) -> None:
         with self._changed:

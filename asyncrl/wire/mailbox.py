@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing_extensions import Buffer
 
 from asyncrl.errors import AsyncRLError, PeerLostError, ProtocolError
+from asyncrl.wire.bell import Bell
 from asyncrl.wire.channel import MAX_MESSAGE_BYTES, Channel, Envelope, stable
 from asyncrl.wire.codec import encode
 from asyncrl.wire.messages import Beat, Bye, Hello, Message, Refuse, Welcome
@@ -47,6 +48,9 @@ class Mailbox:
             PeerLostError: no answer within `connect_timeout_s`.
             ConfigError: `endpoint` is no address.
         """
+        self.bell = Bell()
+        """Rings when `receive` has got something to return or to raise; others may ring it as well."""
+
         self._endpoint = endpoint
         self._max_message_bytes = max_message_bytes
         self._changed = threading.Condition()
@@ -127,6 +131,7 @@ class Mailbox:
         if not self._thread.is_alive():
             self._waker.close()
             self._wakened.close()
+            self.bell.close()
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -150,6 +155,7 @@ class Mailbox:
         with self._changed:
             self._error = error
             self._changed.notify_all()
+        self.bell.ring()
 
     def _talk(self, hello: Hello, connect_timeout_s: float) -> None:
         channel = Channel(self._endpoint, max_message_bytes=self._max_message_bytes)
@@ -219,6 +225,7 @@ class Mailbox:
                 with self._changed:
                     self._inbox.append(envelope)
                     self._changed.notify_all()
+                self.bell.ring()
         return heard
 
     def _admit(self, envelope: Envelope) -> None:

@@ -245,7 +245,7 @@ class Batch(_Message):
     """As it stands once this batch is taken (its groups count as trained)."""
 
     counters: dict[str, float]
-    """Generators' counters, summed."""
+    """Generators' counters, summed, and the broker's."""
 
     evals: list[EvalDone]
     """Evaluations finished since the previous Batch."""

@@ -65,6 +65,17 @@ def test_counters_of_a_lost_generator_still_count():
     assert desk.batch(0)[0].counters == {"tokens": 11.0}
 
 
+def test_a_batch_brings_the_brokers_own_counters_too():
+    desk = desk_at_work()
+    desk.say("gen", m.Counters(values={"tokens": 4.0}))
+    desk.broker.peers.broker_counters = {"broker/idle": 3.0, "broker/other": 1.0}
+    desk.want(num_groups=2)
+    desk.done("gen", 0)
+    desk.done("gen", 1)
+    expected = {"tokens": 4.0, "broker/idle": 3.0, "broker/other": 1.0}
+    assert desk.batch(0)[0].counters == expected
+
+
 @pytest.mark.parametrize(("step", "values"), [(1, ["step 1", "step 0"]), (3, ["step 3", "step 0"])])
 def test_a_learner_out_of_step_with_the_ledger_ends_the_run_with_both_values(step, values):
     # F027.

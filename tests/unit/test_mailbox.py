@@ -1,6 +1,7 @@
 """The background line to the broker: beats, control messages, named ends."""
 
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -250,3 +251,20 @@ def test_a_process_that_was_stopped_reads_before_it_judges_the_broker_silent():
         time.sleep(2 * welcome.silence_s)  # Not for luck: the stop itself has to last.
         peer.send_signal(signal.SIGCONT)
         assert peer.communicate(timeout=PATIENCE_S)[0] == "evaluate\n"
+
+
+def test_the_bell_rings_for_a_message_and_for_an_error_but_not_for_beats():
+    with brokered(LIVELY) as broker:
+        mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
+        assert broker.get().message == HELLO
+        assert broker.beaten.wait(PATIENCE_S)
+        assert not select.select([mailbox.bell], [], [], 0)[0]
+        broker.send(Evaluate(version=3))
+        assert select.select([mailbox.bell], [], [], PATIENCE_S)[0]
+        mailbox.bell.quiet()
+        assert mailbox.receive(0.0).message == Evaluate(version=3)
+        broker.send(Refuse(reason="enough"))
+        assert select.select([mailbox.bell], [], [], PATIENCE_S)[0]
+        with pytest.raises(ProtocolError, match="enough"):
+            mailbox.receive(0.0)
+        mailbox.close("end of test")

@@ -92,6 +92,53 @@ def test_scripted_pauses_are_idle_time_and_the_parts_add_up_to_the_wall_time(tmp
         assert sum(parts) == pytest.approx(record["time/step_s"])
 
 
+def test_shares_of_all_processes_are_over_the_same_second_or_more_and_name_the_limit(
+    tmp_path, monkeypatch
+):
+    # Steps of 0.5 s. The counters at step 0 have start-up behind them; from then on generators spend
+    # 8 of 10 parts waiting for credit, and the learner waits for 1 of 10 parts of its time.
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    recorder = Recorder(
+        RunConfig.model_validate(CONFIG), run_dir=tmp_path, run_id="r", first_version=0
+    )
+    ledger = LedgerCounts(
+        admitted=0, trained=0, dropped_stale=0, dropped_filtered=0, failed=0, queued=0, in_flight=0
+    )
+    groups = [group([1], [rollout([2])])]
+    for step in range(6):
+        now_s[0] += 0.5
+        counters = {
+            "generator/start": 60.0, "generator/wait_credit": 0.4 * step,
+            "generator/decode": 0.1 * step, "broker/idle": 0.5 * step, "sampled_tokens": 5.0 * step,
+        }  # fmt: skip
+        spans = {
+            "learner/start": 9.0,
+            "learner/wait_batch": 0.05 * step,
+            "learner/forward": 0.45 * step,
+        }
+        batch = Batch(
+            step=0, groups=[], max_staleness=0, cursor=0, ledger=ledger, counters=counters, evals=[]
+        )
+        recorder.step(
+            Delivery(groups, 0, batch),
+            batch=pack(groups), result=UNTRAINED, bound=Decision(0), spans=spans,
+        )  # fmt: skip
+    recorder.close()
+    records = written(tmp_path)
+    # Step 0 is at 100.5 s; step 2 is the first that has a second behind it.
+    assert ["bottleneck" in record for record in records] == [False] * 2 + [True] * 4
+    assert not any(name.startswith("share/") for name in records[1])
+    for record in records[2:]:
+        assert record["bottleneck"] == "learner"
+        assert {n: round(v, 9) for n, v in record.items() if n.startswith("share/")} == {
+            "share/generator@start": 0.0, "share/generator@wait_credit": 0.8,
+            "share/generator@decode": 0.2, "share/broker@idle": 1.0,
+            "share/learner@start": 0.0, "share/learner@wait_batch": 0.1,
+            "share/learner@forward": 0.9,
+        }  # fmt: skip
+
+
 scored = st.builds(
     lambda length, score, finish, status: rollout(
         [3] * length, score=score, finish=finish, status=status

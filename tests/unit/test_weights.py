@@ -1,5 +1,6 @@
 """The weight path from publish to staged tensors, over both transports."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,30 @@ def test_what_the_learner_says_of_a_fixed_sequence_arrives_bit_exact(transport, 
         staged.release()
         staged = fetch(subscriber, learner.publish(1))
         assert staged.probe is None
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_fetch_is_under_way_from_its_start_until_its_end_is_told(transport, tmp_path):
+    ended = threading.Event()
+    with (
+        learning([("weight", torch.ones(100))], tmp_path, transport) as learner,
+        generating(tmp_path, on_change=ended.set) as subscriber,
+    ):
+        assert not subscriber.is_fetching
+        first, second = learner.publish(0), learner.publish(1)
+        subscriber.start(first)
+        assert ended.wait(WAIT_S)
+        assert not subscriber.is_fetching
+        ended.clear()
+        staged = subscriber.ready()
+        subscriber.start(second)
+        if transport == "tcp":  # one staging buffer: the second waits for the first one's release
+            assert subscriber.is_fetching
+            assert not ended.is_set()
+        staged.release()
+        assert ended.wait(WAIT_S)
+        assert not subscriber.is_fetching
+        assert subscriber.ready().version == 1
 
 
 def test_weights_cannot_be_read_after_their_release(tmp_path):

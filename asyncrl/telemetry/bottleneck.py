@@ -1,0 +1,180 @@
+"""Which side of a run waits, for what, and what would help: a pure function of the shares of time.
+
+The learner loses wait_batch; what the generators did with their time meanwhile is what it waited for.
+When it loses nothing, generators that wait for credit wait for the learner. So each candidate costs the
+run at most
+
+    generation   min(wait_batch, decode + prefill)           learner     min(wait_credit, 1 - wait_batch
+    scoring      min(wait_batch, wait_score)                                              - checkpoint)
+    weights      min(wait_batch, wait_weights + adopt)       checkpoint  min(wait_credit, checkpoint)
+    evaluation   min(wait_batch, eval)                       overhead    min(wait_batch, other)
+    turns        min(wait_batch, wait_credit): each side waits for the other, in turn
+
+(left factors of the learner's time, right ones of the generators'; start-up is taken out of both), and
+the largest is named. "turns" is no process, so it wins only when the two sides pass more time in it than
+one of them alone explains.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Limit = Literal[
+    "none", "learner", "checkpoint", "generation", "scoring", "weights", "evaluation", "overhead",
+    "turns",
+]  # fmt: skip
+
+QUIET = 0.1
+"""A share of time below which a loss is not worth a sentence."""
+
+EVEN = 0.75
+"""Turns are named when they cost more than this part of the largest other candidate, and EVEN_LEAST."""
+
+EVEN_LEAST = 0.25
+
+IDLE = 1.25
+"""Sides whose waits add up to more than this do not only take turns: both wait at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What limits a run."""
+
+    limit: Limit
+    cost: float
+    """Share of the waiting side's time that it costs at most, 0 .. 1."""
+
+    text: str
+    """One line, with the settings to change."""
+
+
+def diagnose(shares: Mapping[str, Mapping[str, float]]) -> Diagnosis:
+    """Name what limits a run.
+
+    Args:
+        shares: kind -> cause -> share of that kind's time (attribution.kind_shares and others);
+            without learner or generators there is nothing to compare, and the limit is "none".
+    """
+    learner, generator = _running(shares.get("learner")), _running(shares.get("generator"))
+    if not learner or not generator:
+        return Diagnosis("none", 0.0, "only one side has run so far")
+    costs = _costs(learner, generator)
+    turns = costs.pop("turns")
+    limit: Limit = max(costs, key=lambda name: costs[name])
+    cost = costs[limit]
+    if turns >= EVEN_LEAST and turns > EVEN * cost:
+        limit, cost = "turns", turns
+    if cost < QUIET:
+        return Diagnosis("none", cost, f"neither side waits for more than {QUIET:.0%} of its time")
+    return Diagnosis(limit, cost, _SENTENCES[limit](learner, generator, shares.get("scorer", {})))
+
+
+def _running(causes: Mapping[str, float] | None) -> dict[str, float]:
+    """The same without start-up; {} if nothing is left."""
+    rest = {name: share for name, share in (causes or {}).items() if name != "start"}
+    total = sum(rest.values())
+    return {name: share / total for name, share in rest.items()} if total > 0 else {}
+
+
+def _costs(learner: Mapping[str, float], generator: Mapping[str, float]) -> dict[Limit, float]:
+    waits, credit = learner.get("wait_batch", 0.0), generator.get("wait_credit", 0.0)
+    saves = learner.get("checkpoint", 0.0)
+
+    def of(*causes: str) -> float:
+        return sum(generator.get(cause, 0.0) for cause in causes)
+
+    return {
+        "learner": min(credit, 1.0 - waits - saves),
+        "checkpoint": min(credit, saves),
+        "generation": min(waits, of("decode", "prefill")),
+        "scoring": min(waits, of("wait_score")),
+        "weights": min(waits, of("wait_weights", "adopt")),
+        "evaluation": min(waits, of("eval")),
+        "overhead": min(waits, of("other")),
+        "turns": min(waits, credit),
+    }
+
+
+_Causes = Mapping[str, float]
+
+
+def _learner(_learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
+    return (
+        f"generators wait for credit {generator['wait_credit']:.0%}: the learner is the bottleneck "
+        "(more learner GPUs, or fewer tokens per step)"
+    )
+
+
+def _checkpoint(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
+    return (
+        f"generators wait for credit {generator['wait_credit']:.0%}, the learner saves "
+        f"{learner['checkpoint']:.0%}: checkpoints are the bottleneck (checkpoint.every_steps)"
+    )
+
+
+def _generation(learner: _Causes, _generator: _Causes, _scorer: _Causes) -> str:
+    return (
+        f"{_waits(learner)}: generation is the bottleneck (engines_per_gpu, another generator, a "
+        "larger pipeline.max_staleness or pipeline.depth)"
+    )
+
+
+def _scoring(learner: _Causes, generator: _Causes, scorer: _Causes) -> str:
+    busy = scorer.get("score", 1.0)
+    # Workers that are mostly idle while all wait: single verdicts take long, more hands do not help.
+    help_ = (
+        "scoring.num_workers" if busy >= 0.5 else f"a faster scorer; its processes: {busy:.0%} busy"
+    )
+    return (
+        f"{_waits(learner)}, generators for scores {generator['wait_score']:.0%}: scoring is the "
+        f"bottleneck ({help_})"
+    )
+
+
+def _weights(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
+    transit, adopt = generator.get("wait_weights", 0.0), generator.get("adopt", 0.0)
+    if adopt > transit:
+        return f"{_waits(learner)}, weights: adoption stalls generators {adopt:.0%} (larger steps)"
+    return (
+        f"{_waits(learner)}, generators for weights {transit:.0%}: the weight path is the bottleneck "
+        "(weights.transport, weights.chunk_bytes, weights.chunks_in_flight, pipeline.max_staleness)"
+    )
+
+
+def _evaluation(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
+    return (
+        f"{_waits(learner)}, generators evaluate {generator['eval']:.0%}: evaluation is the bottleneck "
+        "(eval.every_steps, eval.num_prompts)"
+    )
+
+
+def _overhead(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
+    return (
+        f"{_waits(learner)}, generators are outside of their engine {generator['other']:.0%}: "
+        "bookkeeping is the bottleneck (another generator)"
+    )
+
+
+def _turns(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
+    credit = generator["wait_credit"]
+    both = f"{_waits(learner)}, generators for credit {credit:.0%}"
+    help_ = "a larger pipeline.max_staleness or pipeline.depth"
+    if learner["wait_batch"] + credit > IDLE:
+        return f"{both}, both at once: publishing and messages are the bottleneck ({help_})"
+    return f"{both}: they take turns ({help_})"
+
+
+def _waits(learner: _Causes) -> str:
+    return f"learner waits for batches {learner['wait_batch']:.0%}"
+
+
+_SENTENCES: dict[Limit, Callable[[_Causes, _Causes, _Causes], str]] = {
+    "learner": _learner,
+    "checkpoint": _checkpoint,
+    "generation": _generation,
+    "scoring": _scoring,
+    "weights": _weights,
+    "evaluation": _evaluation,
+    "overhead": _overhead,
+    "turns": _turns,
+}

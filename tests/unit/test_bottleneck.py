@@ -1,0 +1,86 @@
+"""Which side is said to be the bottleneck, for shares whose story is known."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.telemetry.bottleneck import QUIET, diagnose
+
+# What a learner that has no batch does, and what it does otherwise, in percent.
+STARVED = {"wait_batch": 80, "forward": 8, "backward": 10, "optimizer": 2}
+FULL = {"wait_batch": 2, "forward": 38, "backward": 50, "optimizer": 10}
+
+STORIES = [
+    ("learner", FULL, {"wait_credit": 63, "decode": 37}, {}, "for credit 63%: the learner is"),
+    ("generation", STARVED, {"decode": 90, "prefill": 6, "other": 4}, {}, "batches 80%: generation is"),
+    ("generation", STARVED, {"decode": 30, "prefill": 35, "wait_score": 35}, {}, "engines_per_gpu"),
+    ("scoring", STARVED, {"wait_score": 70, "decode": 30}, {"score": 95}, "scoring.num_workers"),
+    ("scoring", STARVED, {"wait_score": 70, "decode": 30}, {"score": 20}, "a faster scorer"),
+    ("weights", STARVED, {"wait_weights": 75, "adopt": 5, "decode": 20}, {}, "for weights 75%"),
+    ("weights", STARVED, {"adopt": 60, "decode": 40}, {}, "adoption stalls generators 60%"),
+    ("evaluation", STARVED, {"eval": 85, "decode": 15}, {}, "eval.every_steps"),
+    ("overhead", STARVED, {"other": 70, "decode": 30}, {}, "outside of their engine 70%"),
+    ("checkpoint", {"wait_batch": 1, "checkpoint": 70, "forward": 29},
+     {"wait_credit": 75, "decode": 25}, {}, "checkpoint.every_steps"),
+    # Synchronous and even: while one computes the other waits.
+    ("turns", {"wait_batch": 50, "forward": 50}, {"decode": 50, "wait_credit": 50}, {}, "take turns"),
+    # Synchronous and uneven: the slow side is named, not the turns.
+    ("learner", {"wait_batch": 15, "forward": 85}, {"decode": 15, "wait_credit": 85}, {}, "learner is"),
+    ("generation", {"wait_batch": 85, "forward": 15}, {"decode": 85, "wait_credit": 15}, {}, "depth"),
+    # Nobody computes: it is what lies between them.
+    ("turns", STARVED, {"wait_credit": 80, "decode": 20}, {}, "publishing and messages"),
+    # Scorers may be busy and generators wait for them as they like, if the learner never waits.
+    ("none", FULL, {"wait_score": 90, "decode": 10}, {"score": 100}, "neither side waits"),
+    ("none", {"wait_batch": 8, "forward": 92}, {"wait_credit": 9, "decode": 91}, {}, "neither"),
+]  # fmt: skip
+
+
+def of(percent):
+    return {cause: share / 100 for cause, share in percent.items()}
+
+
+@pytest.mark.parametrize(("limit", "learner", "generator", "scorer", "words"), STORIES)
+def test_the_named_limit_is_the_one_of_the_story(limit, learner, generator, scorer, words):
+    assert sum(generator.values()) == 100
+    scorer = scorer and scorer | {"other": 100 - scorer["score"]}
+    found = diagnose({"learner": of(learner), "generator": of(generator), "scorer": of(scorer)})
+    assert found.limit == limit, found
+    assert words in found.text
+
+
+@pytest.mark.parametrize(("limit", "learner", "generator", "scorer", "words"), STORIES)
+def test_start_up_of_either_side_changes_nothing(limit, learner, generator, scorer, words):
+    late = {cause: share / 4 for cause, share in learner.items()} | {"start": 75}
+    slow = {cause: share / 2 for cause, share in generator.items()} | {"start": 50}
+    found = diagnose({"learner": of(late), "generator": of(slow)})
+    assert found.limit == limit
+
+
+def test_one_side_alone_has_nothing_to_be_compared_with():
+    for shares in ({}, {"learner": of(STARVED)}, {"generator": {"decode": 1.0}}):
+        assert diagnose(shares).limit == "none"
+    assert diagnose({"learner": {"start": 1.0}, "generator": {"decode": 1.0}}).limit == "none"
+
+
+def shares_of(*causes):
+    return st.dictionaries(
+        st.sampled_from(causes), st.floats(0.001, 1.0), min_size=1
+    ).map(lambda parts: {name: part / sum(parts.values()) for name, part in parts.items()})  # fmt: skip
+
+
+@given(
+    shares_of("start", "wait_batch", "forward", "backward", "checkpoint", "other"),
+    shares_of(
+        "start", "decode", "prefill", "eval", "adopt", "wait_credit", "wait_score", "wait_weights",
+        "other",
+    ),
+)  # fmt: skip
+def test_whatever_the_shares_are_a_sentence_comes_and_costs_no_more_than_the_side_that_waits(
+    learner, generator
+):
+    found = diagnose({"learner": learner, "generator": generator})
+    assert 0.0 <= found.cost <= 1.0 + 1e-9
+    assert (found.limit == "none") == (found.cost < QUIET)
+    running = 1.0 - learner.get("start", 0.0)
+    if running > 1e-6 and found.limit not in ("none", "learner", "checkpoint"):
+        assert found.cost <= learner.get("wait_batch", 0.0) / running + 1e-9
