@@ -6,8 +6,8 @@ case that decides how often a difference is claimed that is none. A verdict rest
 
 percentile_interval: quantiles of the means of resamples (Efron and Tibshirani, An Introduction to the
 Bootstrap, 1993, ch. 13); bands of figures, ends of tables. No verdict rests on it: no resample reaches
-beyond the data, and over paired normal differences without a true mean its 95 % interval excluded 0
-for 3, 5 and 8 seeds in 24, 15 and 11 % of 1500 simulations (nominally 5).
+beyond the data, and where nothing differs its 95 % interval excludes 0 for 3, 5 and 8 seeds in a quarter,
+a sixth and an eighth of all sweeps instead of a twentieth (analysis/results/sweep_rule_study.json).
 """
 
 import math

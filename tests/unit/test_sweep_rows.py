@@ -239,6 +239,7 @@ def test_a_result_names_failed_and_missing_runs(tmp_path: Path) -> None:
     assert json.loads(json.dumps(result))["num_planned"] == 6
     page = make_page(result, {})
     assert "learner: &lt;NaN&gt;" in page
+    assert "<NaN>" not in page
     assert "2 of 6 runs are missing" in page
     assert "<script" not in page
     assert "http" not in page  # nothing is fetched

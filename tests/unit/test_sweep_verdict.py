@@ -65,6 +65,8 @@ def test_an_open_k_above_a_failed_one_does_not_vouch_for_it() -> None:
 
 def test_without_the_baseline_nothing_is_judged() -> None:
     rows = rows_of({0: 0.9, 8: 0.1})[1:]
+    (found, _) = judge(rows, [("v", k, seed) for k in (0, 8) for seed in OFFSETS])
+    assert [(c.status, c.interval) for c in found.comparisons] == [("missing", None)]
     assert "no verdict, because of k = 0: 1 of 3 runs are missing" in sentence(rows, (0, 8))
 
 
