@@ -1,16 +1,18 @@
 # Everything sets itself up: `make launch` and `make test` work on a fresh machine.
 #   make launch [CONFIG=launch/reverse_digits_cpu.toml] [SET="pipeline.max_staleness=4 seed=1"]
+#   make sweep [SWEEP=launch/sweep_staleness_cpu.toml] [SET="num_parallel=15"]
 PYTHON ?= python3
 VENV ?= .venv
 # With a GPU and vLLM in the environment (pip install 'asyncrl[vllm]'), vLLM generates.
 VLLM = $(and $(shell command -v nvidia-smi),$(wildcard $(VENV)/lib/python*/site-packages/vllm/__init__.py))
 CONFIG ?= launch/reverse_digits_$(if $(VLLM),1gpu,cpu).toml
+SWEEP ?= launch/sweep_smoke.toml
 SET ?=
 BIN = $(VENV)/bin
 MODEL = models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev model launch smoke test test-real check fmt lint types unit clean
+.PHONY: help setup setup-dev model launch smoke sweep test test-real check fmt lint types unit clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -39,6 +41,10 @@ launch: setup model  ## train: CONFIG and SET choose what
 
 smoke: setup models/tiny/config.json  ## three real processes and a toy model, under a minute
 	$(BIN)/asyncrl run launch/smoke.toml $(SET)
+
+sweep: setup models/tiny/config.json $(if $(findstring gpu,$(SWEEP)),model)  ## many runs, and a verdict on k: SWEEP, SET
+	$(BIN)/python -m pip install -q -e '.[analysis]'
+	$(BIN)/asyncrl sweep $(SWEEP) $(SET)
 
 test: setup-dev lint types unit  ## everything CI runs
 

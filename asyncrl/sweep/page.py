@@ -123,7 +123,7 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         if row["outcome"] == "done":
             age = row["staleness"]["mean"]
-            found = [f"{row['final']:.3f}", f"{row['area_samples']:.3f}", f"{age:.2f}"]
+            found = [f"{row['final']:.3f}", f"{row['area_samples']:.3f}", str(age)]
         else:
             found = ["failed", html.escape(row["cause"]), ""]
         lines.append([html.escape(row["name"]), *found, row["run_seconds"], row["attempts"]])

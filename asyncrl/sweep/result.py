@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.sweep.intervals import percentile_interval
 from asyncrl.sweep.plan import PlannedRun
@@ -132,28 +133,34 @@ def _mean(values: Sequence[float], rng: np.random.Generator) -> dict[str, float]
 
 
 def _mean_curve(done: Sequence[Row], rng: np.random.Generator) -> list[dict[str, float]]:
-    """Mean score by version, where all runs have one: a kill may have cost a resumed run some."""
-    scores: dict[int, list[float]] = {}
-    samples: dict[int, int] = {}
-    seconds: dict[int, list[float]] = {}
-    for row in done:
-        for point in row["curve"]:
-            scores.setdefault(point["version"], []).append(point["score"])
-            seconds.setdefault(point["version"], []).append(point["seconds"])
-            samples[point["version"]] = point["samples"]
+    """Mean score at equal samples, at as many places as the best evaluated run has.
+
+    Runs were not evaluated at the same versions; between its evaluations a run's curve is straight.
+    """
+    if not done:
+        return []
+    num = max(len(row["curve"]) for row in done)
+    grid = np.linspace(0.0, done[0]["trained_samples"], num)
+    scores = np.array([_at(row, "score", grid) for row in done])
+    seconds = np.array([_at(row, "seconds", grid) for row in done])
     points = []
-    for version in sorted(v for v in scores if len(scores[v]) == len(done)):
-        low, high = percentile_interval(scores[version], rng)
+    for index, samples in enumerate(grid):
+        low, high = percentile_interval(scores[:, index].tolist(), rng)
         points.append(
             {
-                "samples": samples[version],
-                "seconds": statistics.median(seconds[version]),
-                "mean": statistics.fmean(scores[version]),
+                "samples": float(samples),
+                "seconds": float(np.median(seconds[:, index])),
+                "mean": float(scores[:, index].mean()),
                 "low": low,
                 "high": high,
             }
         )
     return points
+
+
+def _at(row: Row, name: str, samples: NDArray[np.float64]) -> NDArray[np.float64]:
+    places = [point["samples"] for point in row["curve"]]
+    return np.interp(samples, places, [point[name] for point in row["curve"]])
 
 
 def _configs(runs: Sequence[PlannedRun]) -> dict[str, Any]:

@@ -105,11 +105,10 @@ def _head(run: PlannedRun, seconds: float) -> Row:
 def _curve(
     run: PlannedRun, steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, float]]:
-    """Score against samples and seconds, of the evaluations that every such run makes.
+    """Score against samples and seconds.
 
-    A resumed run evaluates the version that it resumes at once more, which others have not.
+    Versions differ between runs: a generator that adopts two at once evaluates the later one.
     """
-    every, last = run.config.eval.every_steps, run.config.pipeline.num_steps
     seconds_of = {0: 0.0}
     clock_s = 0.0
     for index, record in enumerate(steps):
@@ -124,7 +123,6 @@ def _curve(
             "num_samples": e["num_samples"],
         }
         for e in evals
-        if e["version"] in (0, last) or (every and e["version"] % every == 0)
     ]
 
 
@@ -139,7 +137,9 @@ def _staleness(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total = tokens.total()
     present = {age: count for age, count in sorted(tokens.items()) if count}
     return {
-        "mean": sum(age * count for age, count in present.items()) / total if total else None,
+        "mean": round(sum(age * count for age, count in present.items()) / total, 4)
+        if total
+        else None,
         "max": max(present, default=None),
         "tokens": present,
     }

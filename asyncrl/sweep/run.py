@@ -56,7 +56,7 @@ class Active:
     run: PlannedRun
     slot: Slot
     process: subprocess.Popen[bytes]
-    started_s: float
+    started_s: float  # monotonic
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class Runner:
         return 1 if self.num_failed else 0
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        if not self._stopping:
+        if not self._stopping:  # once: ending the runs must not be cut short
             self._stopping = True
             raise KeyboardInterrupt
 
@@ -197,5 +197,4 @@ def _become_child(parent: int, cores: Sequence[int] | None) -> None:
 
 
 def _in_short(row: Row) -> str:
-    age = row["staleness"]["mean"]
-    return f"held-out score {row['final']:.3f}, staleness {age:.2f} of {row['k']}"
+    return f"held-out score {row['final']:.3f}, staleness {row['staleness']['mean']} of {row['k']}"

