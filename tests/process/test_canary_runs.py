@@ -1,5 +1,6 @@
 """Whole runs in which an engine does not have the learner's weights, and whole ones in which it does."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -99,6 +100,26 @@ def test_a_sound_run_in_bfloat16_passes_also_with_a_restarted_generator(
     assert last["canary/checks"] >= 2  # of both generators
     assert 0 < last["canary/distance"] < 0.05
     assert all("time/probe_s" in record for record in records(run_dir))
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_a_sound_run_of_vllm_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # no warm-up
+    model = make_tiny_model(tmp_path / "tiny", hidden=128)  # its CPU attention needs 32 a head
+    run_dir = tmp_path / "run"
+    code, output = finish(
+        start_run(
+            write_config(tmp_path, model), run_dir, "engine.kind=vllm", "engine.enforce_eager=true",
+            "engine.dtype=bfloat16", "engine.max_prompt_tokens=32", "engine.max_completion_tokens=8",
+            "engine.max_concurrent_completions=16", "pipeline.num_steps=40",
+        ),
+        timeout_s=150,
+    )  # fmt: skip
+    assert code == 0, output
+    last = records(run_dir)[-1]
+    assert last["canary/checks"] >= 1
+    assert 0 < last["canary/distance"] < 0.1
 
 
 def test_a_resumed_run_is_compared_too(model: Path, tmp_path: Path) -> None:

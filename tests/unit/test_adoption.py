@@ -138,8 +138,13 @@ def test_a_fault_in_bfloat16_is_caught_once_it_is_larger_than_numerics(
         adopter.adopt(learner.publish(1, tmp_path=tmp_path))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm-keep", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize(
+    ("kind", "transport"),
+    [
+        *(("hf", transport) for transport in TRANSPORTS),
+        pytest.param("vllm-keep", "shm", marks=pytest.mark.vllm),
+    ],
+)
 def test_a_sound_engine_passes_every_check(path, learner, tmp_path, kind, transport):
     engine = start_engine(kind, path)
     adopter = adopter_of(engine)
