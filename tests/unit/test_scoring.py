@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from scorer_files import (
+
+from asyncrl.types import Verdict
+from tests.unit.scorer_files import (
     PROBLEM,
     SCORER,
     child_pids,
@@ -17,8 +19,6 @@ from scorer_files import (
     until,
     verdict_on,
 )
-
-from asyncrl.types import Verdict
 
 pytestmark = pytest.mark.process
 

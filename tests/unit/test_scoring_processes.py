@@ -7,18 +7,6 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from scorer_files import (
-    PROBLEM,
-    ROOT,
-    SCORER,
-    child_pids,
-    collect,
-    is_running,
-    pool_of,
-    scorer_task,
-    until,
-    verdict_on,
-)
 
 from asyncrl.config import (
     JsonlTask,
@@ -30,6 +18,18 @@ from asyncrl.config import (
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import make_task
 from asyncrl.tasks.base import Problem
+from tests.unit.scorer_files import (
+    PROBLEM,
+    ROOT,
+    SCORER,
+    child_pids,
+    collect,
+    is_running,
+    pool_of,
+    scorer_task,
+    until,
+    verdict_on,
+)
 
 needs_gym = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="extra gym")
 

@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
-from scorer_files import PATIENCE_S, PROBLEM, collect, pool_of, scorer_task, until
 
 from asyncrl.wire.bell import Bell
+from tests.unit.scorer_files import PATIENCE_S, PROBLEM, collect, pool_of, scorer_task, until
 
 pytestmark = pytest.mark.process
 
