@@ -7,6 +7,7 @@
     asyncrl sweep SWEEP [key=value ...]             many runs that differ in k, and a verdict
     asyncrl metrics                                 every metric: name, unit, reduction, meaning
     asyncrl trace RUN [--out FILE]                  all processes of a run as one Perfetto timeline
+    asyncrl report RUN [--out FILE]                 one HTML page: curves, time, rollouts
 
 A process is imported only when asked for. The outermost frame of each process is here: it turns an
 error into one line, a record for the supervisor, and an exit code (0 done, 1 failed, 2 usage or config).
@@ -85,6 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("run", type=Path, help="run folder")
     trace.add_argument("--out", type=Path, help="by default RUN/timeline.json; .gz is compressed")
     trace.set_defaults(do=_trace)
+    report = commands.add_parser("report", help="one HTML page: curves, time, rollouts")
+    report.add_argument("run", type=Path, help="run folder")
+    report.add_argument("--out", type=Path, help="by default RUN/report.html")
+    report.add_argument("--max-rollouts", type=int, default=20_000, help="in the page")
+    report.set_defaults(do=_report)
     return parser
 
 
@@ -119,6 +125,15 @@ def _trace(options: argparse.Namespace) -> int:
     out = options.out or options.run / "timeline.json"
     num_events = write_timeline(options.run, out)
     sys.stdout.write(f"{out}: {num_events} events; open it in https://ui.perfetto.dev\n")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from asyncrl.report.page import write_report
+
+    out = options.out or options.run / "report.html"
+    data = write_report(options.run, out, max_rollouts=options.max_rollouts)
+    sys.stdout.write(f"{out}: {len(data['steps'])} steps, {len(data['rollouts'])} rollouts\n")
     return 0
 
 

@@ -68,16 +68,23 @@ class Recorder:
         self._watch = Watch() if self._alerts != "off" else Watch(())
 
     def rollouts(self, step: int, delivery: Delivery) -> None:
-        """One line for every rollout of the step's batch, unless telemetry.rollouts is off."""
+        """One line for every rollout of the step's batch, unless telemetry.rollouts is off.
+
+        The first group that has any signal is kept token by token.
+        """
         if not self._keeps_rollouts:
             return
         generators = {}
         if delivery.batch is not None:
             generators = {ref.group_id: ref.generator for ref in delivery.batch.groups}
+        mixed = (g for g in delivery.groups if len({r.verdict.score for r in g.rollouts}) > 1)
+        chosen = next(mixed, delivery.groups[0] if delivery.groups else None)
         for group in delivery.groups:
             name = generators.get(group.group_id, "")
             for index, rollout in enumerate(group.rollouts):
-                line = records.rollout_record(step, group, index, rollout, generator=name)
+                line = records.rollout_record(
+                    step, group, index, rollout, generator=name, with_tokens=group is chosen
+                )
                 self._rollouts.write(line)
 
     def step(

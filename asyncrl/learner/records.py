@@ -82,9 +82,19 @@ def eval_values(evaluation: EvalDone) -> dict[str, float]:
 
 
 def rollout_record(
-    step: int, group: RolloutGroup, index: int, rollout: Rollout, *, generator: str
+    step: int,
+    group: RolloutGroup,
+    index: int,
+    rollout: Rollout,
+    *,
+    generator: str,
+    with_tokens: bool,
 ) -> dict[str, Any]:
-    """One trained rollout as a line of rollouts.jsonl."""
+    """One trained rollout as a line of rollouts.jsonl; with token ids and log mu of each if asked."""
+    detailed: dict[str, Any] = {}
+    if with_tokens:
+        detailed["tokens"] = rollout.completion_tokens.tolist()
+        detailed["logprobs"] = [round(float(value), 4) for value in rollout.behaviour_logprobs]
     return {
         "step": step,
         "group_id": group.group_id,
@@ -101,4 +111,5 @@ def rollout_record(
         "num_tokens": len(rollout.completion_tokens),
         "version_spans": [[s.version, s.start, s.end] for s in rollout.version_spans],
         "mean_behaviour_logprob": round(float(np.mean(rollout.behaviour_logprobs)), 5),
+        **detailed,
     }
