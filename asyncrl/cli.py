@@ -228,6 +228,7 @@ def _broker(config: RunConfig, options: argparse.Namespace) -> int:
             token=_token(config, options),
             address_file=options.run_dir / "broker.json",
             trace=options.run_dir / "trace/broker.jsonl" if config.telemetry.trace else None,
+            drops=options.run_dir / "drops.jsonl",
         )
 
     return _guard("broker", options, serve)

@@ -103,7 +103,7 @@ class Epoch:
                 if self.groups.held(message.group_id, peer.sender) is None:
                     self.num_late_groups += 1
                 else:
-                    self.groups.fail(message.group_id, retry=message.retry)
+                    self.groups.fail(message.group_id, retry=message.retry, reason=message.reason)
             case EvalDone():
                 peer.is_evaluating = False
                 self._evals.finish(peer.sender, message)
@@ -190,7 +190,7 @@ class Epoch:
     def generator_left(self, sender: bytes) -> None:
         """Its unfinished groups are lost attempts, its evaluation is due again."""
         for group_id in self.groups.unfinished(sender):
-            self.groups.fail(group_id, retry=True)
+            self.groups.fail(group_id, retry=True, reason="generator_lost")
         self._evals.lost(sender)
 
     def expire(self, now_s: float) -> None:
@@ -201,7 +201,7 @@ class Epoch:
                 group_id,
                 self._settings.group_timeout_s,
             )
-            self.groups.fail(group_id, retry=True)
+            self.groups.fail(group_id, retry=True, reason="timeout")
 
     def beat(self, peer: Peer) -> list[Outgoing]:
         """The control facts that a busy generator, without an open request, has not been told."""

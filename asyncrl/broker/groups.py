@@ -21,7 +21,7 @@ from typing import Literal
 from typing_extensions import Buffer
 
 from asyncrl.broker.admission import Admission
-from asyncrl.broker.journal import Journal
+from asyncrl.broker.journal import Drop, DropReason, Journal
 from asyncrl.broker.settings import Settings
 from asyncrl.wire.messages import GroupStart, LedgerCounts
 
@@ -145,7 +145,7 @@ class Groups:
         verdict = judge(scores)
         group_id = group.start.group_id
         if verdict == "unscored":
-            self.fail(group_id, retry=True)
+            self.fail(group_id, retry=True, reason="unscored")
             return
         if verdict == "signal":
             self.num_zero_signal_in_a_row = 0
@@ -153,7 +153,7 @@ class Groups:
             self.num_zero_signal_in_a_row += 1
             del self._open[group_id]
             self.ledger.drop(group_id, "filtered")
-            self._journal.dropped(group_id)
+            self._report_drop(group, "zero_signal", again=False, scores=scores, frames=frames)
             return
         group.finished_s = now_s
         group.frames = frames
@@ -161,14 +161,31 @@ class Groups:
         self.ledger.finish(group_id)
         self._journal.finished(group_id, frames)
 
-    def fail(self, group_id: int, *, retry: bool) -> None:
+    def fail(self, group_id: int, *, retry: bool, reason: DropReason) -> None:
         """An unfinished group is lost; its prompt is tried again (if it may) or given up."""
         group = self._open.pop(group_id)
         self.ledger.drop(group_id, "failed")
-        self._journal.dropped(group_id)
         next_attempt = group.start.attempt + 1
-        if retry and next_attempt < self._settings.max_attempts:
+        again = retry and next_attempt < self._settings.max_attempts
+        self._report_drop(group, reason, again=again)
+        if again:
             self._retries.appendleft((group.start.ordinal, next_attempt))
+
+    def _report_drop(
+        self,
+        group: Group,
+        reason: DropReason,
+        *,
+        again: bool,
+        scores: Sequence[float | None] = (),
+        frames: Sequence[Buffer] = (),
+    ) -> None:
+        self._journal.dropped(
+            Drop(
+                start=group.start, reason=reason, version=self.ledger.version,
+                holder=group.holder_name, again=again, scores=scores, frames=frames,
+            )
+        )  # fmt: skip
 
     def unfinished(self, holder: bytes) -> list[int]:
         """Ids that `holder` is sampling, newest first: failed in this order, the oldest is retried

@@ -5,11 +5,39 @@ with it a learner that returns at version c finds new groups instead of the same
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from typing_extensions import Buffer
 
 from asyncrl.wire.messages import GroupStart
+
+DropReason = Literal[
+    "zero_signal", "unscored", "timeout", "generator_lost",
+    "prompt_too_long", "all_unscored", "aborted", "bad_logprobs", "engine_error",
+]  # fmt: skip
+"""zero_signal: all scores were equal (pipeline.zero_signal="drop"); unscored: no score at all came back;
+timeout: pipeline.group_timeout_s; generator_lost: its process left; the others: GroupFailed.reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """A group that left untrained."""
+
+    start: GroupStart
+    reason: DropReason
+    version: int
+    """What the next step trains."""
+
+    holder: str
+    """Name of the generator."""
+
+    again: bool
+    """Whether its prompt is started again."""
+
+    scores: Sequence[float | None] = ()
+    frames: Sequence[Buffer] = ()
+    """Payload of a group that was finished, opaque; empty if there is none."""
 
 
 class Journal(Protocol):
@@ -24,7 +52,7 @@ class Journal(Protocol):
     def finished(self, group_id: int, frames: Sequence[Buffer]) -> None:
         """A scored group was queued with its payload."""
 
-    def dropped(self, group_id: int) -> None:
+    def dropped(self, drop: Drop) -> None:
         """A group left untrained."""
 
     def trained(self, step: int, group_ids: Sequence[int]) -> None:
@@ -43,7 +71,7 @@ class NullJournal:
     def finished(self, group_id: int, frames: Sequence[Buffer]) -> None:
         """See Journal."""
 
-    def dropped(self, group_id: int) -> None:
+    def dropped(self, drop: Drop) -> None:
         """See Journal."""
 
     def trained(self, step: int, group_ids: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ import os
 import time
 from pathlib import Path
 
+from asyncrl.broker.drops import DropLog
 from asyncrl.broker.peers import Outgoing
 from asyncrl.broker.settings import Settings
 from asyncrl.broker.state import Broker
@@ -39,6 +40,7 @@ def run(
     token: str,
     address_file: Path | None,
     trace: Path | None = None,
+    drops: Path | None = None,
 ) -> None:
     """Serve one run until it is over.
 
@@ -49,6 +51,7 @@ def run(
         address_file: where to write {"endpoint", "run_id", "pid"} as JSON, mode 0600, once peers
             can connect; None writes nothing.
         trace: file for trace events; None writes none.
+        drops: file for groups that left untrained; None writes none.
 
     Raises:
         ConfigError: broker.address cannot be bound.
@@ -59,11 +62,13 @@ def run(
     since_s = process_start_s()
     tracer = Tracer(trace, process="broker", kind="broker", since_s=since_s, grain_s=_TRACE_GRAIN_S)
     tracer.joined()
+    num_payloads = config.telemetry.num_detailed_groups
+    journal = DropLog(drops, num_payloads=num_payloads) if drops is not None else None
     try:
         log.info("run %s: the broker listens on %s", run_id, listener.endpoint)
         if address_file is not None:
             write_address(address_file, endpoint=listener.endpoint, run_id=run_id)
-        broker = Broker(settings, now_s=time.monotonic())
+        broker = Broker(settings, journal=journal, now_s=time.monotonic())
         try:
             serve(broker, listener, tracer)
         except KeyboardInterrupt:
@@ -74,6 +79,8 @@ def run(
     finally:
         listener.close()
         tracer.close()
+        if journal is not None:
+            journal.close()
     if broker.failure is not None:
         raise broker.failure
 

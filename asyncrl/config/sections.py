@@ -211,5 +211,10 @@ class TelemetryConfig(Section):
     alerts: Literal["warn", "stop", "off"] = "warn"
     """When a metric leaves its healthy range (telemetry/alerts.py): say so, end the run, or nothing."""
 
+    num_detailed_groups: int = Field(2, ge=0)
+    """Groups of a step of which rollouts.jsonl keeps every token (text, log-probs, weight), and dropped
+    groups of a version of which drops.jsonl keeps the payload. More where runs are looked into token by
+    token, 0 where completions are long and disk is short."""
+
     grad_cosine: bool = False
     """Compare each gradient with the one before it, over a sample of up to a million elements."""

@@ -17,6 +17,7 @@ from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.inbox import Inbox
 from asyncrl.learner.model import Policy, choose_dtype, shard
 from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.pieces import Pieces
 from asyncrl.learner.probe import Prober
 from asyncrl.learner.process import Learner, StartPoint
 from asyncrl.learner.ranks import Ranks
@@ -138,7 +139,11 @@ def _lead(
             chunk_bytes=config.weights.chunk_bytes,
             token=token,
         )
-        recorder = Recorder(config, run_dir=run_dir, run_id=run_id, first_version=start.version)
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        recorder = Recorder(
+            config, run_dir=run_dir, run_id=run_id, first_version=start.version,
+            pieces=Pieces(tokenizer),
+        )  # fmt: skip
         tracer = _tracer(config, run_dir, ranks.rank)
         _mark_joined(run_dir)
         try:
@@ -149,7 +154,7 @@ def _lead(
                 ranks=ranks,
                 policy=policy,
                 optimizer=optimizer,
-                tokenizer=AutoTokenizer.from_pretrained(config.model.path),
+                tokenizer=tokenizer,
                 inbox=Inbox(mailbox, ranks, no_progress_s=config.pipeline.no_progress_s),
                 snapshotter=Snapshotter(weights, dtype=dtype, buffers=publisher.buffers),
                 publisher=publisher,

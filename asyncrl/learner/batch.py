@@ -54,6 +54,14 @@ class StepBatch:
     counts: dict[str, float]
     """"token", "rollout", "scored", "group": what those sums are divided by."""
 
+    advantages: tuple[NDArray[np.float64], ...]
+    """One array a group, one value a rollout; NaN where it was not judged."""
+
+    details: dict[tuple[int, int], int]
+    """(group, rollout) of the step -> place of its first token in StepResult.details."""
+
+    num_detailed_tokens: int
+
     @property
     def num_tokens(self) -> int:
         """Completion tokens of all trained rollouts of the step, over all ranks."""
@@ -75,6 +83,7 @@ def build_step(
     share_prompts: bool,
     micro_batch_tokens: int,
     skip_zero_advantage: bool,
+    num_detailed_groups: int = 0,
 ) -> StepBatch:
     """Check, weigh and pack the groups of the step that trains `version`.
 
@@ -86,14 +95,19 @@ def build_step(
     forward pass, which changes no gradient if such tokens have none, but then its entropy, behaviour
     weights and mismatch are not measured: what is logged of those describes only the tokens that pull.
 
+    Of the first `num_detailed_groups` groups every token is recorded; groups that teach come first,
+    because the others may not go through the forward pass.
+
     Raises:
         StaleRolloutError: a token, trained or not, is from the future or more than k versions old.
         ConfigError: a prompt with one completion is longer than micro_batch_tokens.
     """
+    advantages = _advantages(groups, advantage)
     members: _Members = [
-        (group, _members(group, advantages, mask_truncated, version, max_staleness))
-        for group, advantages in zip(groups, _advantages(groups, advantage), strict=True)
+        (group, _members(group, values, mask_truncated, version, max_staleness))
+        for group, values in zip(groups, advantages, strict=True)
     ]
+    members, details, num_detailed_tokens = _detailed(members, num_detailed_groups)
     minibatches = tuple(
         _minibatch(
             _scaled(part, aggregation), share_prompts, micro_batch_tokens, skip_zero_advantage
@@ -119,6 +133,9 @@ def build_step(
             "scored": float(sum(r.verdict.score is not None for g in groups for r in g.rollouts)),
             "group": float(len(groups)),
         },
+        advantages=tuple(advantages),
+        details=details,
+        num_detailed_tokens=num_detailed_tokens,
     )
 
 
@@ -176,6 +193,25 @@ def _members(
         if _is_judged(rollout) and not is_masked and len(staleness):
             members.append(Trained(rollout, float(advantages[index]), staleness))
     return members
+
+
+def _detailed(
+    members: _Members, num_groups: int
+) -> tuple[_Members, dict[tuple[int, int], int], int]:
+    """The same with places for the tokens of `num_groups` groups; where they begin; how many."""
+    order = sorted(range(len(members)), key=lambda i: all(m.advantage == 0 for m in members[i][1]))
+    places: dict[tuple[int, int], int] = {}
+    found, place = list(members), 0
+    for index in sorted(order[:num_groups]):
+        group, inside = members[index]
+        numbers = {id(rollout): number for number, rollout in enumerate(group.rollouts)}
+        marked = []
+        for member in inside:
+            places[index, numbers[id(member.rollout)]] = place
+            marked.append(replace(member, detail=place))
+            place += member.length
+        found[index] = (group, marked)
+    return found, places, place
 
 
 def _cut(members: _Members, num_parts: int) -> list[_Members]:

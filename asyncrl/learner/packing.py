@@ -48,6 +48,9 @@ class MicroBatch:
     scale: Floats
     """[T] the token's share under the aggregation."""
 
+    detail: NDArray[np.int64]
+    """[T] the token's place among those that are recorded one by one (details.py); -1: it is not."""
+
     @property
     def is_causal(self) -> bool:
         """No row holds two completions: plain causal attention, padding at the end, is exact."""
@@ -65,6 +68,9 @@ class Trained:
 
     scale: float = 1.0
     """Of each of its tokens (algo/aggregation.py)."""
+
+    detail: int = -1
+    """Place of its first token among those that are recorded one by one; -1: they are not."""
 
     @property
     def length(self) -> int:
@@ -170,7 +176,14 @@ def _micro_batch(rows: Sequence[Row]) -> MicroBatch:
         completion_mask=np.ones(sum(sizes), np.bool_),
         sequence=np.repeat(np.arange(len(members)), sizes),
         scale=np.repeat([m.scale for m in members], sizes).astype(np.float32),
+        detail=np.concatenate([_places(member) for member in members]),
     )
+
+
+def _places(member: Trained) -> NDArray[np.int64]:
+    if member.detail < 0:
+        return np.full(member.length, -1, np.int64)
+    return np.arange(member.detail, member.detail + member.length)
 
 
 def empty_micro_batch() -> MicroBatch:
@@ -188,4 +201,5 @@ def empty_micro_batch() -> MicroBatch:
         completion_mask=np.zeros(1, np.bool_),
         sequence=np.zeros(1, np.int64),
         scale=np.zeros(1, np.float32),
+        detail=np.full(1, -1, np.int64),
     )

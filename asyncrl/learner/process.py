@@ -109,7 +109,7 @@ class Learner:
         self._save(step + 1, delivery)
         if self.recorder is not None:
             with self.tracer.span("learner/record"):
-                self.recorder.rollouts(step, delivery)
+                self.recorder.rollouts(delivery, batch=batch, result=result)
                 spans = self.tracer.totals()  # what recording takes from here on is the next step's
                 self.recorder.step(delivery, batch=batch, result=result, bound=bound, spans=spans)
 
@@ -134,6 +134,7 @@ class Learner:
             share_prompts=config.learner.share_prompts,
             micro_batch_tokens=config.learner.micro_batch_tokens,
             skip_zero_advantage=not algorithm.every_token_pulls,
+            num_detailed_groups=config.telemetry.num_detailed_groups,
         )
 
     def _adapt(self, result: StepResult) -> Decision:

@@ -1,11 +1,15 @@
 """Writes the run folder: metrics.jsonl, evals.jsonl, rollouts.jsonl, and W&B if asked. Rank 0 only."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AlertError
@@ -13,12 +17,14 @@ from asyncrl.learner import records
 from asyncrl.learner.batch import StepBatch
 from asyncrl.learner.controller import Decision
 from asyncrl.learner.inbox import Delivery
+from asyncrl.learner.pieces import Pieces
 from asyncrl.learner.step import StepResult
 from asyncrl.telemetry.alerts import Trends, Watch
 from asyncrl.telemetry.attribution import record_shares
 from asyncrl.telemetry.bottleneck import diagnose
 from asyncrl.telemetry.metrics import resolve
 from asyncrl.telemetry.sinks import JsonlSink, Sink, WandbSink, set_later_aside
+from asyncrl.types import Rollout
 from asyncrl.wire.messages import Batch, EvalDone
 
 log = logging.getLogger(__name__)
@@ -37,13 +43,24 @@ class Recorder:
     """Turns a step's sums into one record and hands it to the sinks."""
 
     def __init__(
-        self, config: RunConfig, *, run_dir: Path, run_id: str, first_version: int
+        self,
+        config: RunConfig,
+        *,
+        run_dir: Path,
+        run_id: str,
+        first_version: int,
+        pieces: Pieces | None = None,
     ) -> None:
-        """Open the files; records of steps that are made again from `first_version` move aside."""
+        """Open the files; records of steps that are made again from `first_version` move aside.
+
+        Without `pieces` no rollout is kept token by token.
+        """
         for name, key in (("metrics", "step"), ("rollouts", "step"), ("evals", "version")):
             set_later_aside(run_dir / f"{name}.jsonl", key=key, limit=first_version)
         self._keeps_rollouts = config.telemetry.rollouts
         self._num_generators = config.num_engines
+        self._mask_truncated = config.algorithm.mask_truncated
+        self._pieces = pieces
         self._rollouts = JsonlSink(run_dir / "rollouts.jsonl")
         self._evals = JsonlSink(run_dir / "evals.jsonl")
         self._metrics = JsonlSink(run_dir / "metrics.jsonl")
@@ -67,24 +84,29 @@ class Recorder:
         self._alerts = config.telemetry.alerts
         self._watch = Watch() if self._alerts != "off" else Watch(())
 
-    def rollouts(self, step: int, delivery: Delivery) -> None:
-        """One line for every rollout of the step's batch, unless telemetry.rollouts is off.
-
-        The first group that has any signal is kept token by token.
-        """
+    def rollouts(self, delivery: Delivery, *, batch: StepBatch, result: StepResult) -> None:
+        """One line for every rollout of the step's batch, some with every token; none if switched off."""
         if not self._keeps_rollouts:
             return
         generators = {}
         if delivery.batch is not None:
             generators = {ref.group_id: ref.generator for ref in delivery.batch.groups}
-        mixed = (g for g in delivery.groups if len({r.verdict.score for r in g.rollouts}) > 1)
-        chosen = next(mixed, delivery.groups[0] if delivery.groups else None)
-        for group in delivery.groups:
+        step, detailed = batch.version, {place for place, _ in batch.details}
+        for place, (group, advantages) in enumerate(
+            zip(delivery.groups, batch.advantages, strict=True)
+        ):
             name = generators.get(group.group_id, "")
-            for index, rollout in enumerate(group.rollouts):
-                line = records.rollout_record(
-                    step, group, index, rollout, generator=name, with_tokens=group is chosen
-                )
+            for index, (rollout, advantage) in enumerate(
+                zip(group.rollouts, advantages.tolist(), strict=True)
+            ):
+                line = records.rollout_record(step, group, index, rollout, generator=name)
+                line["advantage"] = round(advantage, 5) if math.isfinite(advantage) else None
+                line["fate"] = records.fate(rollout, advantage, mask_truncated=self._mask_truncated)
+                if place in detailed and self._pieces is not None:
+                    texts = self._pieces(rollout.completion_tokens.tolist())
+                    start = batch.details.get((place, index))
+                    measured = _measured(rollout, start, result)
+                    line["tokens"] = records.token_columns(rollout, texts, measured)
                 self._rollouts.write(line)
 
     def step(
@@ -184,3 +206,11 @@ class Recorder:
         """Flush every sink, in bounded time."""
         for sink in (self._rollouts, self._evals, self._metrics, *self._views):
             sink.close()
+
+
+def _measured(rollout: Rollout, start: int | None, result: StepResult) -> NDArray[np.float64]:
+    """[3, C] what the learner made of the tokens; 0 where nothing."""
+    num_tokens = len(rollout.completion_tokens)
+    if start is None or result.details is None:
+        return np.zeros((3, num_tokens))
+    return result.details[:, start : start + num_tokens]

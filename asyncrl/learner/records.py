@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from asyncrl.learner.details import MEASURED, PROXIMAL, WEIGHT
 from asyncrl.telemetry.attribution import share_values, totals_shares
 from asyncrl.types import Rollout, RolloutGroup
 from asyncrl.wire.messages import Batch, EvalDone
@@ -81,20 +83,46 @@ def eval_values(evaluation: EvalDone) -> dict[str, float]:
     }
 
 
+def fate(rollout: Rollout, advantage: float, *, mask_truncated: bool) -> str:
+    """What became of a rollout in its step: "trained", or why it did not teach."""
+    if rollout.finish_reason == "abort":
+        return "aborted"
+    if rollout.verdict.score is None:
+        return "unscored"
+    if mask_truncated and rollout.finish_reason == "length":
+        return "truncated"
+    return "trained" if advantage != 0 else "zero_advantage"
+
+
+def token_columns(
+    rollout: Rollout, texts: Sequence[str], measured: NDArray[np.float64]
+) -> dict[str, list[Any]]:
+    """Facts of every token, one list each; null where there is no number.
+
+    Args:
+        rollout: of C tokens.
+        texts: theirs.
+        measured: [3, C], rows as in details.py; all 0 if it did not go through the forward pass.
+    """
+    missing = measured[MEASURED] == 0
+
+    def column(values: NDArray[np.floating[Any]], blank: NDArray[np.bool_]) -> list[float | None]:
+        blank = blank | ~np.isfinite(values)
+        rounded = np.round(values.astype(np.float64), 4).tolist()
+        return [None if b else v for b, v in zip(blank.tolist(), rounded, strict=True)]
+
+    return {
+        "text": list(texts),
+        "behaviour_logprobs": column(rollout.behaviour_logprobs, np.zeros_like(missing)),
+        "proximal_logprobs": column(measured[PROXIMAL], missing),
+        "behaviour_weights": column(measured[WEIGHT], missing),
+    }
+
+
 def rollout_record(
-    step: int,
-    group: RolloutGroup,
-    index: int,
-    rollout: Rollout,
-    *,
-    generator: str,
-    with_tokens: bool,
+    step: int, group: RolloutGroup, index: int, rollout: Rollout, *, generator: str
 ) -> dict[str, Any]:
-    """One trained rollout as a line of rollouts.jsonl; with token ids and log mu of each if asked."""
-    detailed: dict[str, Any] = {}
-    if with_tokens:
-        detailed["tokens"] = rollout.completion_tokens.tolist()
-        detailed["logprobs"] = [round(float(value), 4) for value in rollout.behaviour_logprobs]
+    """One rollout of a step's batch as a line of rollouts.jsonl."""
     return {
         "step": step,
         "group_id": group.group_id,
@@ -111,5 +139,4 @@ def rollout_record(
         "num_tokens": len(rollout.completion_tokens),
         "version_spans": [[s.version, s.start, s.end] for s in rollout.version_spans],
         "mean_behaviour_logprob": round(float(np.mean(rollout.behaviour_logprobs)), 5),
-        **detailed,
     }

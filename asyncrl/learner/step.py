@@ -16,14 +16,17 @@ moments bit for bit as they were when
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.algo import TokenBatch
 from asyncrl.learner.batch import Minibatch, StepBatch
+from asyncrl.learner.details import Details
 from asyncrl.learner.gradients import GradientSketch
 from asyncrl.learner.model import Policy, Scores
 from asyncrl.learner.objective import Objective
@@ -54,6 +57,12 @@ class StepResult:
 
     num_nonfinite: int
     """Updates whose loss or gradient was not finite."""
+
+    details: NDArray[np.float64] | None = None
+    """[3, batch.num_detailed_tokens], rows as in details.py; None if no token is recorded."""
+
+    ratio_bins: NDArray[np.float64] | None = None
+    """[k + 1, bins] tokens by staleness and log pi_prox / mu (algo/diagnostics.py)."""
 
     @property
     def counts(self) -> dict[str, float]:
@@ -166,14 +175,16 @@ def train_step(
         # Before the first update changes what "the start of the step" means.
         anchors = [_recomputed(scorer, minibatch) for minibatch in minibatches]
     updates = []
+    details = Details(batch.num_detailed_tokens, device) if batch.num_detailed_tokens else None
     for minibatch, proximal in zip(minibatches, anchors, strict=True):
         optimizer.clear()
         totals = Totals(batch.max_staleness if diagnose else None, scorer.device)
-        _accumulate(scorer, minibatch, proximal, totals, ranks.world, tracer)
+        _accumulate(scorer, minibatch, proximal, totals, details, ranks.world, tracer)
         with tracer.span("learner/optimizer"):
             measured = totals.reduce(ranks)
             updates.append(_apply(optimizer, batch.version, measured, objective, ranks, sketch))
-    return _result(updates, optimizer.learning_rate(batch.version))
+    result = _result(updates, optimizer.learning_rate(batch.version))
+    return replace(result, details=details.reduce(ranks)) if details is not None else result
 
 
 def _has_gradient(minibatch: Minibatch, objective: Objective) -> bool:
@@ -193,6 +204,7 @@ def _accumulate(
     minibatch: Minibatch,
     proximal: Sequence[Tensor | None],
     totals: Totals,
+    details: Details | None,
     world: int,
     tracer: Tracer,
 ) -> None:
@@ -206,6 +218,8 @@ def _accumulate(
             )
             # Of a policy that was really computed: `tokens` is not anchored.
             totals.add(tokens, sums | {"tokens": tokens.completion_mask.sum()}, weights)
+            if details is not None:
+                details.add(micro_batch.detail, tokens, weights)
         with tracer.span("learner/backward"):
             (value * world).backward()
 
@@ -259,6 +273,7 @@ def _result(updates: Sequence[_Update], learning_rate: float) -> StepResult:
         values={name: value for name, value in values.items() if math.isfinite(value)},
         num_measured=num_measured,
         num_nonfinite=num_nonfinite,
+        ratio_bins=measured.tables.get("ratios"),
     )
 
 

@@ -4,7 +4,8 @@
 |----------------|-------------------------------------------------------------------------------|
 | metrics.jsonl  | curves, staleness, mismatch by staleness, shares of time, ledger, alerts      |
 | evals.jsonl    | held-out scores by version                                                    |
-| rollouts.jsonl | the browser; tokens of the groups that were recorded token by token           |
+| rollouts.jsonl | the browser; every token of the groups that were recorded so                  |
+| drops.jsonl    | groups that were not trained, and why; the newest MAX_DROPS                    |
 | trace/         | each process's seconds by cause                                               |
 | run.json, summary.json, config.toml | where it came from, how it ended, with what settings     |
 
@@ -38,18 +39,17 @@ LEARNER_TIMES = (
     "record",
 )  # fmt: skip
 
+MAX_DROPS = 2000
+
 Row = dict[str, Any]
-Detokenizer = Callable[[Sequence[int]], list[str]]
-"""Token ids to one text each."""
 
 
-def collect(run_dir: Path, *, max_rollouts: int, detokenize: Detokenizer | None) -> Row:
+def collect(run_dir: Path, *, max_rollouts: int) -> Row:
     """Everything that the page shows, ready for JSON.
 
     Args:
         run_dir: the folder of `asyncrl run`.
         max_rollouts: of more, whole groups are left out, evenly over the run.
-        detokenize: None shows token ids.
 
     Raises:
         ConfigError: no record of a step in this folder, or a record that is not JSON.
@@ -81,7 +81,8 @@ def collect(run_dir: Path, *, max_rollouts: int, detokenize: Detokenizer | None)
         "ledger": {name: _column(steps, name) for name in LEDGER if _has(steps, name)},
         "alerts": [[step["step"], text] for step in steps for text in step.get("new_alerts", [])],
         "num_rollouts": len(rollouts),
-        "rollouts": [_with_texts(rollout, detokenize) for rollout in kept],
+        "rollouts": kept,
+        "drops": read_lines(run_dir / "drops.jsonl")[-MAX_DROPS:],
     }
 
 
@@ -138,14 +139,6 @@ def why(step: Mapping[str, Any], shares: Mapping[str, Mapping[str, float]]) -> R
         "limit": step.get("bottleneck", ""),
         "skipped": step.get("skipped", ""),
     }
-
-
-def _with_texts(rollout: Row, detokenize: Detokenizer | None) -> Row:
-    tokens = rollout.get("tokens")
-    if not tokens:
-        return rollout
-    texts = detokenize(tokens) if detokenize is not None else [f"{token} " for token in tokens]
-    return {name: value for name, value in rollout.items() if name != "tokens"} | {"texts": texts}
 
 
 def _has(steps: Iterable[Row], name: str) -> bool:

@@ -110,6 +110,9 @@ function overview() {
   $("balance").textContent = `Of ${last("ledger/admitted")} groups started, ${last("ledger/trained")} were trained, ${last("ledger/dropped_stale")} dropped as too old, ` +
     `${last("ledger/dropped_filtered")} dropped without signal, ${last("ledger/failed")} failed; ${last("ledger/queued")} wait, ${last("ledger/in_flight")} are being sampled or scored.`;
   for (const [name, ys] of Object.entries(DATA.ledger)) $("books").append(figure(name, lineChart(DATA.steps, ys)));
+  const columns = [...new Set(DATA.drops.flatMap((d) => Object.keys(d)))];
+  if (columns.length) table($("drops"), columns, [...DATA.drops].reverse().map((d) => columns.map((c) => typeof d[c] === "number" ? d[c] : d[c] === undefined || d[c] === null ? "" : String(d[c]))));
+  else $("drops").parentNode.parentNode.hidden = true;
   for (const [step, text] of DATA.alerts) $("alarms").append(make("li", {}, `step ${step}: ${text}`));
   if (!DATA.alerts.length) $("alarms").append(make("li", {}, "none"));
   $("origin").textContent = JSON.stringify(run, null, 1);
@@ -120,7 +123,7 @@ function overview() {
 const versions = (r) => r.version_spans.map((s) => s[0]);
 const stale = (r) => r.step - Math.min(...versions(r));
 const KEYS = { step: (r) => r.step, score: (r) => r.score ?? Infinity, "-score": (r) => -(r.score ?? -Infinity), "-tokens": (r) => -r.num_tokens, "-stale": (r) => -stale(r), logprob: (r) => r.mean_behaviour_logprob };
-let found = [], page = 0, chosen = null;
+let found = [], page = 0, chosen = null, mode = "likelihood";
 
 function search() {
   const form = $("filter").elements, text = form.text.value.toLowerCase();
@@ -140,19 +143,21 @@ function list() {
   $("count").textContent = `${found.length} of ${DATA.rollouts.length} trained rollouts` + (left ? `; ${left} more are in rollouts.jsonl (--max-rollouts)` : "") + ". Click one for its tokens and its group.";
   $("page").textContent = `${page + 1} / ${pages}`;
   const shown = found.slice(page * PER_PAGE, (page + 1) * PER_PAGE);
-  table($("list"), ["step", "group", "score", "versions", "staleness", "tokens", "end", "prompt", "completion"], shown.map((r) =>
-    [r.step, r.group_id, r.score ?? r.verdict, [...new Set(versions(r))].join(", "), stale(r), r.num_tokens, r.finish_reason, r.prompt.slice(-120), r.text.slice(0, 240)]));
+  table($("list"), ["step", "group", "score", "advantage", "fate", "versions", "staleness", "tokens", "end", "prompt", "completion"], shown.map((r) =>
+    [r.step, r.group_id, r.score ?? r.verdict, r.advantage ?? "", r.fate ?? "", [...new Set(versions(r))].join(", "), stale(r), r.num_tokens, r.finish_reason, r.prompt.slice(-120), r.text.slice(0, 240)]));
   [...$("list").tBodies[0].rows].forEach((row, i) => { row.onclick = () => { chosen = shown[i]; detail(); [...row.parentNode.rows].forEach((r) => r.classList.toggle("chosen", r === row)); }; });
 }
 
 function tokens(r, oldest) {
-  const pre = make("pre");
-  if (!r.texts) { pre.append(r.text); return pre; }
-  r.texts.forEach((text, i) => {
-    const version = r.version_spans.find((s) => i >= s[1] && i < s[2])[0], logprob = r.logprobs[i];
-    const heat = Math.min(1, -logprob / 6);
-    const span = make("span", { class: "token", style: `background:rgba(217,130,43,${(heat * 0.65).toFixed(2)});border-color:${COLORS[(version - oldest) % 8]}`, title: `token ${i}, version ${version}, staleness ${r.step - version}, log mu ${show(logprob)}` }, text);
-    pre.append(span);
+  const pre = make("pre"), t = r.tokens;
+  if (!t) { pre.append(r.text); return pre; }
+  t.text.forEach((text, i) => {
+    const version = (r.version_spans.find((s) => i >= s[1] && i < s[2]) || [0])[0], mu = t.behaviour_logprobs[i], pi = t.proximal_logprobs[i];
+    const heat = by => Math.min(0.65, Math.max(0, by)).toFixed(2);
+    const gap = mu === null || pi === null ? null : pi - mu;
+    const color = mode === "ratio" ? (gap === null ? "transparent" : gap > 0 ? `rgba(42,157,92,${heat(gap)})` : `rgba(201,55,44,${heat(-gap)})`) : `rgba(217,130,43,${heat(mu === null ? 0 : -mu / 9)})`;
+    const facts = [`token ${i}`, `version ${version}, staleness ${r.step - version}`, `log mu ${show(mu)}`, `log pi ${show(pi)}`, `ratio ${gap === null ? "–" : show(Math.exp(gap))}`, `weight ${show(t.behaviour_weights[i])}`];
+    pre.append(make("span", { class: "token", style: `background:${color};border-color:${COLORS[(version - oldest) % 8]}`, title: facts.join("\n") }, text));
   });
   return pre;
 }
@@ -163,8 +168,13 @@ function detail() {
   for (const v of all) legend.append(make("span", {}, make("i", { style: `background:${COLORS[(v - all[0]) % 8]}` }), `sampled by version ${v} (staleness ${chosen.step - v})`));
   const scored = mates.map((r) => r.score).filter((s) => s !== null), mean = scored.reduce((a, b) => a + b, 0) / Math.max(scored.length, 1);
   const box = [make("h3", {}, `Group ${chosen.group_id}, trained in step ${chosen.step}; mean score ${show(mean)} of ${mates.length}`), make("p", {}, "Prompt"), make("pre", {}, chosen.prompt), make("p", {}, `Answer: ${chosen.answer}`), legend];
-  if (mates.some((r) => r.texts)) box.push(make("p", {}, "Underline: the version that sampled the token. Shade: the darker, the less likely it was. Hover for figures."));
-  for (const r of mates) box.push(make("div", { class: "mate" + (r === chosen ? " chosen" : "") }, make("p", {}, `#${r.index} · score ${r.score ?? r.verdict} (${r.score === null ? r.detail : show(r.score - mean) + " against the group"}) · ${r.num_tokens} tokens · ${r.finish_reason} · mean log mu ${show(r.mean_behaviour_logprob)} · ` + r.version_spans.map(([v, a, b]) => `version ${v}: tokens ${a}–${b - 1}`).join(", ")), tokens(r, all[0])));
+  if (mates.some((r) => r.tokens)) {
+    const other = make("button", { type: "button" }, mode === "ratio" ? "shade by likelihood" : "shade by ratio pi / mu");
+    other.onclick = () => { mode = mode === "ratio" ? "likelihood" : "ratio"; detail(); };
+    const shade = mode === "ratio" ? "green where the learner finds the token likelier than the sampler did, red where less likely" : "the darker, the less likely it was";
+    box.push(make("p", {}, `Underline: the version that sampled the token. Shade: ${shade}. Hover for figures. `, other));
+  }
+  for (const r of mates) box.push(make("div", { class: "mate" + (r === chosen ? " chosen" : "") }, make("p", {}, `#${r.index} · score ${r.score ?? r.verdict} (${r.score === null ? r.detail : "advantage " + show(r.advantage)}) · ${r.fate} · ${r.num_tokens} tokens · ${r.finish_reason} · mean log mu ${show(r.mean_behaviour_logprob)} · ` + r.version_spans.map(([v, a, b]) => `version ${v}: tokens ${a}–${b - 1}`).join(", ")), tokens(r, all[0])));
   $("detail").replaceChildren(...box);
 }
 
@@ -174,4 +184,4 @@ $("filter").onsubmit = (event) => event.preventDefault();
 $("back").onclick = () => { page -= 1; list(); };
 $("next").onclick = () => { page += 1; list(); };
 search();
-if (found.length) { chosen = found.find((r) => r.texts && new Set(versions(r)).size > 1) || found.find((r) => r.texts) || found[0]; detail(); }
+if (found.length) { chosen = found.find((r) => r.tokens && new Set(versions(r)).size > 1) || found.find((r) => r.tokens) || found[0]; detail(); }

@@ -9,8 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError
-from asyncrl.report.data import Detokenizer, collect
+from asyncrl.report.data import collect
 
 MAX_ROLLOUTS = 20_000
 
@@ -22,7 +21,7 @@ def write_report(run_dir: Path, out: Path, *, max_rollouts: int = MAX_ROLLOUTS) 
         ConfigError: no record of a step in this folder.
         OSError: `out` cannot be written.
     """
-    data = collect(run_dir, max_rollouts=max_rollouts, detokenize=_detokenizer(run_dir))
+    data = collect(run_dir, max_rollouts=max_rollouts)
     out.write_text(render(data), encoding="utf-8")
     return data
 
@@ -61,28 +60,3 @@ def _finite(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, str):  # half a surrogate pair cannot be written
         return value.encode("utf-8", "replace").decode()
     return value
-
-
-def _detokenizer(run_dir: Path) -> Detokenizer | None:
-    """Of the run's model, if its tokenizer is still to be had."""
-    from asyncrl.config import read_config
-
-    config_file = run_dir / "config.toml"
-    if not config_file.exists():
-        return None
-    try:
-        path = read_config(config_file).model.path
-    except ConfigError:  # written by another version: ids are shown
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError):
-        return None
-
-    def detokenize(tokens: Any) -> list[str]:  # noqa: ANN401
-        texts: list[str] = tokenizer.batch_decode([[token] for token in tokens])
-        return texts
-
-    return detokenize

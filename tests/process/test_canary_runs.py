@@ -59,7 +59,7 @@ def test_weights_that_are_spoiled_in_the_engine_end_the_run(
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     path = os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
-    process = start_run(write_config(tmp_path, model), tmp_path / "run", "pipeline.num_steps=1000")
+    process = start_run(write_config(tmp_path, model), tmp_path / "run", "pipeline.num_steps=100000")
     code, output = finish(process, timeout_s=60)
     assert code == 1, output
     assert (
@@ -73,7 +73,7 @@ def test_a_generator_restarted_over_other_files_ends_the_run(model: Path, tmp_pa
     """It would sample version 0 of another model until its first adoption."""
     used = Path(shutil.copytree(model, tmp_path / "used"))
     other = make_tiny_model(tmp_path / "other", seed=1)
-    process = start_run(write_config(tmp_path, used), tmp_path / "run", "pipeline.num_steps=1000")
+    process = start_run(write_config(tmp_path, used), tmp_path / "run", "pipeline.num_steps=100000")
     wait_for(lambda: num_steps(tmp_path / "run") >= 2, process)
     shutil.copy(other / "model.safetensors", used / "model.safetensors")
     os.kill(generator_of(process.pid), signal.SIGKILL)

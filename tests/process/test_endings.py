@@ -87,7 +87,7 @@ def test_no_rank_outlives_a_killed_supervisor(model: Path, tmp_path: Path) -> No
     """torchrun stands between the supervisor and the ranks, and knows nothing of either."""
     run_dir = tmp_path / "run"
     process = start_run(
-        write_config(tmp_path, model), run_dir, "pipeline.num_steps=1000", "learner.num_ranks=2"
+        write_config(tmp_path, model), run_dir, "pipeline.num_steps=100000", "learner.num_ranks=2"
     )
     wait_for(lambda: num_steps(run_dir) >= 1, process)
     family = descendants(process.pid)
@@ -119,7 +119,7 @@ def test_what_a_scorer_started_ends_with_the_run_even_if_its_generator_was_kille
     data.write_text("".join(f'{{"prompt": "{i}:", "answer": "x"}}\n' for i in range(40)))
     run_dir = tmp_path / "run"
     process = start_run(
-        write_config(tmp_path, model), run_dir, "pipeline.num_steps=1000",
+        write_config(tmp_path, model), run_dir, "pipeline.num_steps=100000",
         "task.kind=jsonl", f'task.path="{data}"', f'task.scorer="{tmp_path}/scorer.py:score"',
     )  # fmt: skip
     wait_for(lambda: num_steps(run_dir) >= 1, process)
@@ -136,7 +136,7 @@ def test_ctrl_c_while_a_failed_run_is_stopped_does_not_cut_that_short(
     model: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=1000")
+    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=100000")
     wait_for(lambda: num_steps(run_dir) >= 1, process)
     family = descendants(process.pid)
     # Stopped, it does not answer SIGTERM: stopping takes until SIGKILL.
@@ -158,7 +158,7 @@ def test_a_folder_in_which_a_run_works_is_refused_also_to_a_resume(
 ) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, model)
-    process = start_run(config, run_dir, "pipeline.num_steps=1000", "checkpoint.every_steps=1")
+    process = start_run(config, run_dir, "pipeline.num_steps=100000", "checkpoint.every_steps=1")
     wait_for(lambda: num_steps(run_dir) >= 2, process)
     code, output = finish(start_run(config, run_dir, "checkpoint.resume=true"), timeout_s=30)
     assert code == 2, output

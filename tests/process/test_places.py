@@ -175,7 +175,7 @@ def test_generators_of_a_run_map_the_same_snapshot(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start_run(
         write_config(tmp_path, model), run_dir, "pipeline.num_generators=2",
-        "pipeline.num_steps=1000", "telemetry.alerts=off",
+        "pipeline.num_steps=100000", "telemetry.alerts=off",
     )  # fmt: skip
     wait_for(lambda: len(generators(process.pid)) == 2, process)
     run_id = json.loads((run_dir / "run.json").read_text())["run_id"]

@@ -130,7 +130,7 @@ def test_a_killed_learner_or_broker_ends_the_run_with_its_name(
     model: Path, tmp_path: Path, role: str
 ) -> None:
     run_dir = tmp_path / "run"
-    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=1000")
+    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=100000")
     wait_for(lambda: num_steps(run_dir) >= 2, process)
     victim = next(p for p in descendants(process.pid) if f"asyncrl {role}" in command_of(p))
     family = [process.pid, *descendants(process.pid)]
@@ -143,7 +143,7 @@ def test_a_killed_learner_or_broker_ends_the_run_with_its_name(
 
 def test_ctrl_c_ends_everything_within_ten_seconds(model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=1000")
+    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=100000")
     wait_for(lambda: num_steps(run_dir) >= 1, process)
     family = descendants(process.pid)
     assert len(family) >= 4  # broker, learner, generator, scoring worker
@@ -157,7 +157,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds(model: Path, tmp_path: Path) 
 
 def test_no_process_outlives_a_killed_supervisor(model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=1000")
+    process = start_run(write_config(tmp_path, model), run_dir, "pipeline.num_steps=100000")
     wait_for(lambda: num_steps(run_dir) >= 1, process)
     family = descendants(process.pid)
     os.kill(process.pid, signal.SIGKILL)
@@ -214,7 +214,7 @@ def test_a_run_killed_between_checkpoints_resumes_with_one_history(
     # F085.
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, model)
-    overrides = ("pipeline.num_steps=1000", "checkpoint.every_steps=5")
+    overrides = ("pipeline.num_steps=100000", "checkpoint.every_steps=5")
     process = start_run(config, run_dir, *overrides)
     wait_for(lambda: num_steps(run_dir) >= 12, process)
     os.kill(process.pid, signal.SIGINT)

@@ -15,9 +15,10 @@ class Books:
         assert group_id in self.open
         self.queued.add(group_id)
 
-    def dropped(self, group_id):
-        assert group_id not in self.queued
-        self.open.remove(group_id)
+    def dropped(self, drop):
+        assert drop.start.group_id not in self.queued
+        assert drop.version == self.steps
+        self.open.remove(drop.start.group_id)
 
     def trained(self, step, group_ids):
         assert step == self.steps

@@ -112,8 +112,16 @@ def verdict_on(pool, completion, problem=PROBLEM):
 
 
 def child_pids(pid=None):
+    """All children but Python's resource tracker, which other tests leave running."""
     text = Path(f"/proc/{pid or os.getpid()}/task/{pid or os.getpid()}/children").read_text()
-    return set(map(int, text.split()))
+    return {child for child in map(int, text.split()) if b"resource_tracker" not in _command(child)}
+
+
+def _command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def is_running(pid):

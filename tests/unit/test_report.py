@@ -85,7 +85,7 @@ def test_nothing_is_fetched_from_anywhere(run_dir):
 def test_a_line_that_is_being_written_is_left_out(run_dir):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/me')
-    assert collect(run_dir, max_rollouts=100, detokenize=None)["steps"] == [0, 1, 2, 3]
+    assert collect(run_dir, max_rollouts=100)["steps"] == [0, 1, 2, 3]
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
@@ -121,13 +121,10 @@ def test_a_step_says_what_it_was_spent_on():
     assert (found["step"], found["seconds"], found["limit"]) == (37, 9.0, "generation")
 
 
-def test_tokens_are_shown_as_texts_or_else_as_ids(run_dir):
-    detailed = rollout(0, 0, 0, tokens=[7, 8], logprobs=[-0.1, -0.2])
-    write(run_dir / "rollouts.jsonl", [detailed])
-    for detokenize, texts in (
-        (None, ["7 ", "8 "]),
-        (lambda ids: [f"{i}!" for i in ids], ["7!", "8!"]),
-    ):
-        [found] = collect(run_dir, max_rollouts=9, detokenize=detokenize)["rollouts"]
-        assert found["texts"] == texts
-        assert found["logprobs"] == [-0.1, -0.2]
+def test_dropped_groups_are_in_the_page_with_their_reasons(run_dir):
+    drops = [{"group_id": 9, "reason": EVIL}, {"group_id": 10, "reason": "too old"}]
+    write(run_dir / "drops.jsonl", drops)
+    out = run_dir / "report.html"
+    write_report(run_dir, out)
+    found = data_of(out.read_text(encoding="utf-8"))["drops"]
+    assert [drop["reason"] for drop in found] == [EVIL.replace("\ud800", "?"), "too old"]
