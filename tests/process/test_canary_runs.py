@@ -59,7 +59,9 @@ def test_weights_that_are_spoiled_in_the_engine_end_the_run(
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     path = os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
-    process = start_run(write_config(tmp_path, model), tmp_path / "run", "pipeline.num_steps=100000")
+    process = start_run(
+        write_config(tmp_path, model), tmp_path / "run", "pipeline.num_steps=100000"
+    )
     code, output = finish(process, timeout_s=60)
     assert code == 1, output
     assert (
