@@ -7,7 +7,9 @@
     asyncrl sweep SWEEP [key=value ...]             many runs that differ in k, and a verdict
     asyncrl metrics                                 every metric: name, unit, reduction, meaning
     asyncrl trace RUN [--out FILE]                  all processes of a run as one Perfetto timeline
-    asyncrl report RUN [--out FILE]                 one HTML page: curves, time, rollouts
+    asyncrl report RUN [--out FILE]                 one HTML page: curves, time, drops, rollouts
+    asyncrl watch RUN [--once]                      the same in the terminal, while the run goes on
+    asyncrl dashboard --entity NAME                 a saved W&B workspace with the sections of the metrics
 
 A process is imported only when asked for. The outermost frame of each process is here: it turns an
 error into one line, a record for the supervisor, and an exit code (0 done, 1 failed, 2 usage or config).
@@ -24,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from asyncrl.causes import error_file
 from asyncrl.config import RunConfig, read_config, to_toml
@@ -86,12 +88,27 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("run", type=Path, help="run folder")
     trace.add_argument("--out", type=Path, help="by default RUN/timeline.json; .gz is compressed")
     trace.set_defaults(do=_trace)
-    report = commands.add_parser("report", help="one HTML page: curves, time, rollouts")
+    _add_views(commands)
+    return parser
+
+
+def _add_views(commands: Any) -> None:  # noqa: ANN401  (argparse does not export the type)
+    """Commands that show a run."""
+    report = commands.add_parser("report", help="one HTML page: curves, time, drops, rollouts")
     report.add_argument("run", type=Path, help="run folder")
     report.add_argument("--out", type=Path, help="by default RUN/report.html")
-    report.add_argument("--max-rollouts", type=int, default=20_000, help="in the page")
+    report.add_argument(
+        "--max-mb", type=int, default=40, help="of rollouts; of more, groups are left out evenly"
+    )
     report.set_defaults(do=_report)
-    return parser
+    watch = commands.add_parser("watch", help="follow a run in the terminal until it ends")
+    watch.add_argument("run", type=Path, help="run folder")
+    watch.add_argument("--once", action="store_true", help="print one frame and end")
+    watch.set_defaults(do=_watch)
+    dashboard = commands.add_parser("dashboard", help="save a W&B workspace for asyncrl's metrics")
+    dashboard.add_argument("--entity", required=True, help="W&B user or team")
+    dashboard.add_argument("--project", default="asyncrl", help="telemetry.wandb_project")
+    dashboard.set_defaults(do=_dashboard)
 
 
 def _add_sweep(sub: argparse.ArgumentParser) -> None:
@@ -132,8 +149,24 @@ def _report(options: argparse.Namespace) -> int:
     from asyncrl.report.page import write_report
 
     out = options.out or options.run / "report.html"
-    data = write_report(options.run, out, max_rollouts=options.max_rollouts)
-    sys.stdout.write(f"{out}: {len(data['steps'])} steps, {len(data['rollouts'])} rollouts\n")
+    data = write_report(options.run, out, budget_bytes=options.max_mb * 2**20)
+    num_steps, rollouts = len(data["steps"].get("step", ())), data["rollouts"]
+    shown = f"{len(rollouts['rows'])} of {rollouts['num_found']} rollouts"
+    sys.stdout.write(f"{out}: {num_steps} steps, {shown}; open it in a browser\n")
+    return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from asyncrl.report.watch import watch
+
+    return watch(options.run, once=options.once)
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    from asyncrl.report.dashboard import save_workspace
+
+    url = save_workspace(entity=options.entity, project=options.project)
+    sys.stdout.write(f"{url}\n")
     return 0
 
 

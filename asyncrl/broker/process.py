@@ -62,7 +62,8 @@ def run(
     since_s = process_start_s()
     tracer = Tracer(trace, process="broker", kind="broker", since_s=since_s, grain_s=_TRACE_GRAIN_S)
     tracer.joined()
-    num_payloads = config.telemetry.num_detailed_groups
+    # Payloads are texts as rollouts are.
+    num_payloads = config.telemetry.num_detailed_groups if config.telemetry.rollouts else 0
     journal = DropLog(drops, num_payloads=num_payloads) if drops is not None else None
     try:
         log.info("run %s: the broker listens on %s", run_id, listener.endpoint)

@@ -1,1 +1,1 @@
-"""One HTML page about one run: what it learned, where the time went, and every rollout."""
+"""A run folder for people: one HTML page, a live view, a W&B workspace. Never reaches torch."""

@@ -1,189 +1,142 @@
-"""Collects what a page shows from a run folder, whether the run has ended, goes on, or died.
+"""Everything the page shows, as one JSON object, from a run folder in whatever state.
 
-| from           | what                                                                          |
-|----------------|-------------------------------------------------------------------------------|
-| metrics.jsonl  | curves, staleness, mismatch by staleness, shares of time, ledger, alerts      |
-| evals.jsonl    | held-out scores by version                                                    |
-| rollouts.jsonl | the browser; every token of the groups that were recorded so                  |
-| drops.jsonl    | groups that were not trained, and why; the newest MAX_DROPS                    |
-| trace/         | each process's seconds by cause                                               |
-| run.json, summary.json, config.toml | where it came from, how it ended, with what settings     |
-
-A last line that is not whole yet is left out; a line in the middle that is not JSON is an error.
+| key      | from                        | content                                                   |
+|----------|-----------------------------|-----------------------------------------------------------|
+| run      | run.json, config, verdict   | name, settings, provenance, how it ended                  |
+| steps    | metrics.jsonl               | one list a metric, null where a step has none             |
+| notes    | "                           | alerts that began, by step; why steps took their time     |
+| evals    | evals.jsonl                 | held-out evaluations by version                           |
+| drops    | drops.jsonl                 | groups that left untrained, with the reason               |
+| causes   | trace/                      | seconds by step and cause; strips of every process        |
+| rollouts | rollouts.jsonl, drops.jsonl | groups and rows of the browser                            |
+| glossary | telemetry                   | what metrics, causes, alerts and drop reasons mean        |
 """
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError
-from asyncrl.telemetry.attribution import process_seconds, record_shares
-from asyncrl.telemetry.bottleneck import diagnose
+from asyncrl.report.causes import causes_by_step, strips
+from asyncrl.report.files import (
+    Record,
+    number,
+    read_by,
+    read_config,
+    read_lines,
+    read_object,
+    setting,
+)
+from asyncrl.report.rollouts import browse
+from asyncrl.report.slow import explain
+from asyncrl.report.verdict import read_verdict
+from asyncrl.report.words import glossary
+from asyncrl.telemetry.attribution import record_shares
 from asyncrl.telemetry.lives import read_lives
-from asyncrl.telemetry.metrics import METRICS
 
-CURVES = (
-    "reward/mean", "loss/policy", "mismatch/k3", "mismatch/ess", "correction/ess", "kl/k3",
-    "policy/entropy", "optimizer/grad_norm", "staleness/mean", "staleness/max",
-    "rate/trained_tokens_per_s", "rate/sampled_tokens_per_s", "time/step_s", "tokens/completion_mean",
-    "groups/frac_mixed", "staleness/queued_s",
-)  # fmt: skip
-BY_STALENESS = ("mismatch/k3", "mismatch/abs", "mismatch/ess", "correction/ess")
-LEDGER = (
-    "ledger/admitted", "ledger/trained", "ledger/dropped_stale", "ledger/dropped_filtered",
-    "ledger/failed", "ledger/queued", "ledger/in_flight",
-)  # fmt: skip
-LEARNER_TIMES = (
-    "wait_batch", "build", "forward", "backward", "optimizer", "probe", "snapshot", "checkpoint",
-    "record",
+BUDGET_BYTES = 40 * 2**20
+"""Of rollouts in a page: browsers open pages of this size in a second or two."""
+
+_SHORT = (
+    ("model", "model.path"), ("task", "task.kind"), ("k", "pipeline.max_staleness"),
+    ("depth", "pipeline.depth"), ("groups a step", "pipeline.groups_per_step"),
+    ("group size", "pipeline.group_size"), ("steps", "pipeline.num_steps"),
+    ("generators", "pipeline.num_generators"), ("engine", "engine.kind"),
+    ("loss", "algorithm.loss.kind"), ("correction", "algorithm.correction.kind"),
+    ("advantage", "algorithm.advantage"), ("learning rate", "optimizer.learning_rate"),
+    ("seed", "seed"),
 )  # fmt: skip
 
-MAX_DROPS = 2000
 
-Row = dict[str, Any]
-
-
-def collect(run_dir: Path, *, max_rollouts: int) -> Row:
-    """Everything that the page shows, ready for JSON.
+def collect(run_dir: Path, *, budget_bytes: int = BUDGET_BYTES) -> dict[str, Any]:
+    """The page's data.
 
     Args:
-        run_dir: the folder of `asyncrl run`.
-        max_rollouts: of more, whole groups are left out, evenly over the run.
-
-    Raises:
-        ConfigError: no record of a step in this folder, or a record that is not JSON.
+        run_dir: a run folder, or what is left of one.
+        budget_bytes: of rollouts, as they lie in the file.
     """
-    steps = read_lines(run_dir / "metrics.jsonl")
-    if not steps:
-        raise ConfigError(
-            f"{run_dir} has no record of a step (metrics.jsonl): not a run's folder, or nothing was "
-            "trained yet; logs/ says why"
-        )
-    rollouts = read_lines(run_dir / "rollouts.jsonl")
-    kept = thin(rollouts, max_rollouts)
-    shares = [record_shares(step) for step in steps]
+    config, text = read_config(run_dir)
+    records = read_by(run_dir / "metrics.jsonl", "step")
+    steps = [record["step"] for record in records]
+    lives = read_lives(run_dir)
+    by_step = causes_by_step(lives)
+    kinds = [by_step.get(record["step"]) or _from_record(record) for record in records]
+    drops = list(read_lines(run_dir / "drops.jsonl"))
     return {
-        "name": run_dir.resolve().name,
-        "run": _object(run_dir / "run.json"),
-        "summary": _object(run_dir / "summary.json"),
-        "config": _text(run_dir / "config.toml"),
-        "meanings": {name: [metric.unit, metric.meaning] for name, metric in METRICS.items()},
-        "steps": [step["step"] for step in steps],
-        "curves": {name: _column(steps, name) for name in CURVES if _has(steps, name)},
-        "evals": [[e["version"], e["mean_score"]] for e in read_lines(run_dir / "evals.jsonl")],
-        "staleness": _by_staleness(steps, "staleness/tokens", sum),
-        "by_staleness": {name: _by_staleness(steps, name, _mean) for name in BY_STALENESS},
-        "shares": shares,
-        "why": [why(step, share) for step, share in zip(steps, shares, strict=True)],
-        "diagnosis": diagnose(_mean_shares(shares)).text,
-        "processes": process_seconds(read_lives(run_dir)),
-        "ledger": {name: _column(steps, name) for name in LEDGER if _has(steps, name)},
-        "alerts": [[step["step"], text] for step in steps for text in step.get("new_alerts", [])],
-        "num_rollouts": len(rollouts),
-        "rollouts": kept,
-        "drops": read_lines(run_dir / "drops.jsonl")[-MAX_DROPS:],
+        "run": _run(run_dir, config, text),
+        "steps": columns(records),
+        "notes": {
+            "alerts": [
+                {"step": record["step"], "text": str(note)}
+                for record in records
+                for note in record.get("new_alerts", ())
+            ],
+            "on": [record.get("alerts", []) for record in records],
+            "skipped": [record.get("skipped", "") for record in records],
+            "times": [[e.seconds, e.usual_s, e.slow, e.text] for e in explain(kinds)],
+        },
+        "evals": read_by(run_dir / "evals.jsonl", "version"),
+        "drops": [{k: v for k, v in drop.items() if k != "payload"} for drop in drops],
+        "causes": {
+            "by_step": [_rounded(part) for part in kinds],
+            "exact": [step in by_step for step in steps],
+            "strips": strips(lives),
+        },
+        "rollouts": browse(run_dir, budget_bytes=budget_bytes).as_json(),
+        "glossary": glossary(),
     }
 
 
-def read_lines(path: Path) -> list[Row]:
-    """The JSON objects of a file; [] if there is none.
-
-    Raises:
-        ConfigError: a line but the last is not JSON.
-    """
-    if not path.exists():
-        return []
-    lines = path.read_text(errors="replace").splitlines()
-    found: list[Row] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ConfigError(
-                    f"{path}:{number} is not JSON ({error}); restore the file"
-                ) from error
-    return found
+def columns(records: Sequence[Record]) -> dict[str, list[float | None]]:
+    """One list for every number that any record has, as long as `records`."""
+    names = dict.fromkeys(
+        name for record in records for name, value in record.items() if number(value) is not None
+    )
+    return {name: [_short(number(record.get(name))) for record in records] for name in names}
 
 
-def thin(rollouts: Sequence[Row], limit: int) -> Sequence[Row]:
-    """At most `limit` rollouts: whole groups, evenly spaced over the run."""
-    if len(rollouts) <= limit:
-        return rollouts
-    groups: dict[tuple[int, int], list[Row]] = {}
-    for rollout in rollouts:
-        groups.setdefault((rollout["step"], rollout["group_id"]), []).append(rollout)
-    largest = max(len(group) for group in groups.values())
-    num = max(1, min(len(groups), limit // largest))
-    wanted = [index * len(groups) // num for index in range(num)]
-    ordered = list(groups.values())
-    return [rollout for index in wanted for rollout in ordered[index]]
+def _short(value: float | None) -> float | int | None:
+    """Six digits are more than a curve shows, and a third of the bytes."""
+    if value is None or value == int(value):
+        return None if value is None else int(value)
+    return float(f"{value:.6g}")
 
 
-def why(step: Mapping[str, Any], shares: Mapping[str, Mapping[str, float]]) -> Row:
-    """What a step's time went into: the learner's largest parts, and the generators' meanwhile."""
-    total_s = step.get("time/step_s", 0.0)
-    parts = {name: step.get(f"time/{name}_s", 0.0) for name in LEARNER_TIMES}
-    largest = sorted(parts, key=lambda name: -parts[name])[:2]
-    text = ", ".join(f"{name} {parts[name]:.3g} s" for name in largest if parts[name] > 0)
-    generators = shares.get("generator", {})
-    doing = sorted(generators, key=lambda cause: -generators[cause])[:2]
-    if doing:
-        meanwhile = ", ".join(f"{cause} {generators[cause]:.0%}" for cause in doing)
-        text += f"; generators: {meanwhile}"
+def _run(run_dir: Path, config: Record, text: str) -> dict[str, Any]:
+    verdict = read_verdict(run_dir)
+    provenance = read_object(run_dir / "run.json")
     return {
-        "step": step["step"],
-        "seconds": total_s,
-        "text": text,
-        "limit": step.get("bottleneck", ""),
-        "skipped": step.get("skipped", ""),
+        "name": str(setting(config, "name", run_dir.resolve().name)),
+        "folder": str(run_dir.resolve()),
+        "state": verdict.state,
+        "verdict": verdict.text,
+        "short": [
+            [label, value] for label, path in _SHORT if (value := setting(config, path)) is not None
+        ],
+        "config": text,
+        "max_staleness": setting(config, "pipeline.max_staleness"),
+        "num_steps": setting(config, "pipeline.num_steps"),
+        "groups_per_step": setting(config, "pipeline.groups_per_step"),
+        "provenance": provenance,
+        "summary": read_object(run_dir / "summary.json"),
+        "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     }
 
 
-def _has(steps: Iterable[Row], name: str) -> bool:
-    return any(name in step for step in steps)
+def _from_record(record: Record) -> dict[str, dict[str, float]]:
+    """A step's seconds by cause without a trace: its shares times its length.
+
+    The generators' shares are over at least two seconds, so short steps blur into their neighbours.
+    """
+    step_s = number(record.get("time/step_s")) or 0.0
+    return {
+        kind: {cause: share * step_s for cause, share in causes.items() if share > 0}
+        for kind, causes in record_shares(record).items()
+    }
 
 
-def _column(steps: Iterable[Row], name: str) -> list[float | None]:
-    return [step.get(name) for step in steps]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _by_staleness(
-    steps: Iterable[Row], name: str, reduce: Callable[[Sequence[float]], float]
-) -> dict[str, float]:
-    """By staleness: `reduce` of the steps' values of `name`@staleness."""
-    found: dict[int, list[float]] = {}
-    for step in steps:
-        for key, value in step.items():
-            base, at, staleness = key.partition("@")
-            if base == name and at:
-                found.setdefault(int(staleness), []).append(value)
-    return {str(staleness): reduce(found[staleness]) for staleness in sorted(found)}
-
-
-def _mean_shares(
-    shares: Sequence[Mapping[str, Mapping[str, float]]],
-) -> dict[str, dict[str, float]]:
-    """Mean over the steps that have shares; the first has the start in it."""
-    present = [share for share in shares[1:] or shares if share]
-    total: dict[str, dict[str, float]] = {}
-    for share in present:
-        for kind, causes in share.items():
-            for cause, value in causes.items():
-                sums = total.setdefault(kind, {})
-                sums[cause] = sums.get(cause, 0.0) + value / len(present)
-    return total
-
-
-def _object(path: Path) -> Row:
-    found: Row = json.loads(path.read_text()) if path.exists() else {}
-    return found
-
-
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+def _rounded(kinds: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {
+        kind: {cause: float(f"{s:.4g}") for cause, s in causes.items() if s > 0}
+        for kind, causes in kinds.items()
+    }

@@ -1,62 +1,77 @@
-"""Writes the page: one file, no network, the data as JSON inside it.
+"""One HTML file: markup, style, script and data together; nothing is fetched.
 
-Invariant: nothing of a run becomes markup. The JSON has no "<", so it cannot end its element, and the
-script puts texts into the page as text nodes only.
+Data are other people's text: prompts, and whatever a model sampled. Three nets keep it text:
+
+1. in the file, <, >, & and line separators of the JSON are escapes, so that no string ends its element;
+2. the script puts text into the page as text nodes only (tests look for other ways);
+3. a content security policy allows this one script by its digest, and no connection to anywhere.
 """
 
+import base64
+import hashlib
+import html
 import json
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from asyncrl.report.data import collect
+from asyncrl.errors import ConfigError
+from asyncrl.report.data import BUDGET_BYTES, collect
 
-MAX_ROLLOUTS = 20_000
+_SCRIPTS = ("base.js", "charts.js", "time.js", "rollouts.js", "page.js")
+_ESCAPES = {
+    ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026",
+    0x2028: "\\u2028", 0x2029: "\\u2029",
+}  # fmt: skip
 
 
-def write_report(run_dir: Path, out: Path, *, max_rollouts: int = MAX_ROLLOUTS) -> dict[str, Any]:
-    """Write the page about the run in `run_dir`; the data in it.
+def write_report(run_dir: Path, out: Path, *, budget_bytes: int = BUDGET_BYTES) -> dict[str, Any]:
+    """Write the page about the run in `run_dir`, which may be going on; returns its data.
 
     Raises:
-        ConfigError: no record of a step in this folder.
+        ConfigError: the folder holds no run.
         OSError: `out` cannot be written.
     """
-    data = collect(run_dir, max_rollouts=max_rollouts)
-    out.write_text(render(data), encoding="utf-8")
+    data = collect(run_dir, budget_bytes=budget_bytes)
+    if data["run"]["state"] == "empty":
+        raise ConfigError(
+            f"{run_dir} has neither run.json nor a record of a step (metrics.jsonl): it is not the "
+            "folder of a run"
+        )
+    out.write_bytes(render(data))
     return data
 
 
-def render(data: dict[str, Any]) -> str:
-    """The page with `data` in it."""
-    assets = resources.files("asyncrl.report")
-    page = (assets / "page.html").read_text(encoding="utf-8")
-    for name, text in (
-        ("STYLE", (assets / "page.css").read_text(encoding="utf-8")),
-        ("SCRIPT", (assets / "page.js").read_text(encoding="utf-8")),
-        ("DATA", embedded(data)),
-    ):
-        page = page.replace(f"@@{name}@@", text, 1)
-    return page
+def render(data: dict[str, Any]) -> bytes:
+    """The page, UTF-8; `data` is collect()'s."""
+    assets = resources.files("asyncrl.report") / "assets"
+    script = "\n".join((assets / name).read_text("utf-8") for name in _SCRIPTS)
+    style = (assets / "page.css").read_text("utf-8")
+    parts = {
+        "title": html.escape(f"{data['run']['name']} - asyncrl"),
+        "policy": html.escape(
+            f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        "style": style,
+        "script": script,
+        "data": embedded(data),
+    }
+    page = (assets / "page.html").read_text("utf-8")
+    # Cut at the marks of the template first: what is filled in may look like a mark.
+    pieces = page.split("@@")
+    for place in range(1, len(pieces), 2):
+        pieces[place] = parts[pieces[place]]
+    # Half a surrogate pair, which JSON can name, has no UTF-8.
+    return "".join(pieces).encode("utf-8", "replace")
 
 
-def embedded(data: dict[str, Any]) -> str:
-    """JSON that is safe inside a script element: no "<", no line separators of JavaScript."""
-    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+def embedded(data: object) -> str:
+    """JSON that can stand in a script element: the same value, and no character that HTML reads."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_ESCAPES)
 
 
-def _finite(value: Any) -> Any:  # noqa: ANN401
-    """JSON has no NaN: null."""
-    if isinstance(value, float) and value not in (float("inf"), float("-inf")) and value == value:
-        return value
-    if isinstance(value, float):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if isinstance(value, str):  # half a surrogate pair cannot be written
-        return value.encode("utf-8", "replace").decode()
-    return value
+def digest(text: str) -> str:
+    """As a content security policy names an inline script or style."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,146 @@
+"""Seconds by cause over time and by step, for the page's stacked bars (telemetry/attribution.py).
+
+A step's window is what the learner's rank 0 did between the publication of version s and of s + 1, of the
+last time that this version was made; so a resumed run has the windows of its surviving history. Times are
+seconds since the run's first moment.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from asyncrl.telemetry.attribution import KINDS, Interval, exclusive, kind_shares, training_window
+from asyncrl.telemetry.bottleneck import diagnose
+from asyncrl.telemetry.lives import Life
+
+Causes = dict[str, float]
+"""cause -> seconds."""
+
+NUM_BINS = 240
+
+
+def spread(lives: Iterable[Life], windows: Sequence[Interval]) -> list[Causes]:
+    """Seconds of all these lives together in each window; windows ascend and do not overlap.
+
+    What a scoring process does without a name is nothing, so it is called idle.
+    """
+    found: list[Causes] = [defaultdict(float) for _ in windows]
+    for life in lives:
+        at = 0
+        rest = "idle" if life.kind == "scorer" else "other"
+        for piece in exclusive(life):
+            while at < len(windows) and windows[at][1] <= piece.start_s:
+                at += 1
+            inside = at
+            while inside < len(windows) and windows[inside][0] < piece.end_s:
+                start_s, end_s = windows[inside]
+                seconds = min(end_s, piece.end_s) - max(start_s, piece.start_s)
+                if seconds > 0:
+                    found[inside][piece.cause if piece.cause != "other" else rest] += seconds
+                inside += 1
+    return [dict(causes) for causes in found]
+
+
+def step_windows(lives: Iterable[Life]) -> dict[int, Interval]:
+    """By step: (start, end) of its making."""
+    windows: dict[int, Interval] = {}
+    for life in lives:  # by start: a later attempt replaces the steps that it made again
+        made = _made(life) if life.process == "learner" else {}
+        first = min(made, default=0)
+        if made:
+            windows = {step: when for step, when in windows.items() if step < first} | made
+    return windows
+
+
+def _made(life: Life) -> dict[int, Interval]:
+    """The steps of one life of the learner."""
+    waits = [span.start_s for span in life.spans if span.cause == "wait_batch"]
+    reached_s = min(waits, default=life.start_s)
+    made: dict[int, Interval] = {}
+    for name, version, at_s in _marks(life):
+        if name == "version" and version > 0 and at_s > reached_s:
+            made[version - 1] = (reached_s, at_s)
+            reached_s = at_s
+    return made
+
+
+def _marks(life: Life) -> Iterator[tuple[str, int, float]]:
+    for mark in life.marks:
+        version = mark.get("args", {}).get("version")
+        if isinstance(version, int):
+            yield mark["name"], version, mark["ts"] / 1e6
+
+
+def causes_by_step(lives: Sequence[Life]) -> dict[int, dict[str, Causes]]:
+    """By step: kind -> cause -> seconds; {} without a trace."""
+    windows = step_windows(lives)
+    ordered = sorted(windows, key=lambda step: windows[step])
+    found: dict[int, dict[str, Causes]] = {step: {} for step in ordered}
+    for kind in ("learner", "generator", "scorer"):
+        chosen = [life for life in lives if life.kind == kind]
+        if kind == "learner":  # the other ranks wait for the first one
+            chosen = [life for life in chosen if life.process == "learner"]
+        parts = spread(chosen, [windows[step] for step in ordered])
+        for step, causes in zip(ordered, parts, strict=True):
+            if causes:
+                found[step][kind] = causes
+    return found
+
+
+def strips(lives: Sequence[Life]) -> dict[str, Any]:
+    """Each process in equal bins over the run and over its training, the steps' ends, who waits."""
+    if not lives:
+        return {}
+    zero_s = min(life.start_s for life in lives)
+    whole = (zero_s, max(life.end_s for life in lives))
+    training = training_window(lives)
+    kinds = {life.process: life.kind for life in lives}
+    names = sorted(kinds, key=lambda name: (_rank(kinds[name]), name))
+    views = {"the whole run": whole} | ({"training": training} if training is not None else {})
+    return {
+        "processes": [{"name": name, "kind": kinds[name]} for name in names],
+        "views": [
+            {
+                "name": view,
+                "start": round(window[0] - zero_s, 3),
+                "seconds": round(window[1] - window[0], 3),
+                "bins": [
+                    _bins([li for li in lives if li.process == name], window) for name in names
+                ],
+            }
+            for view, window in views.items()
+        ],
+        "steps": [
+            [step, round(start - zero_s, 3), round(end - zero_s, 3)]
+            for step, (start, end) in sorted(step_windows(lives).items())
+        ],
+        **_whole(lives, training or whole),
+    }
+
+
+def _rank(kind: str) -> int:
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
+
+
+def _bins(lives: Sequence[Life], window: Interval) -> list[Causes]:
+    """Shares of each bin by cause."""
+    width_s = max(window[1] - window[0], 1e-6) / NUM_BINS
+    edges = [window[0] + i * width_s for i in range(NUM_BINS + 1)]
+    parts = spread(lives, list(pairwise(edges)))
+    return [{cause: round(s / width_s, 4) for cause, s in part.items()} for part in parts]
+
+
+def _whole(lives: Sequence[Life], window: Interval) -> dict[str, Any]:
+    """Shares of the training as a whole, and the sentence about them."""
+    found = diagnose(kind_shares(lives, window))
+    spent = {kind: spread([li for li in lives if li.kind == kind], [window])[0] for kind in KINDS}
+    return {
+        "shares": {
+            kind: {cause: round(s / sum(causes.values()), 4) for cause, s in causes.items()}
+            for kind, causes in spent.items()
+            if causes
+        },
+        "limit": found.limit,
+        "sentence": found.text,
+    }
