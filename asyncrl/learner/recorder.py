@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AlertError
-from asyncrl.learner import records
+from asyncrl.learner import records, views
 from asyncrl.learner.batch import StepBatch
 from asyncrl.learner.controller import Decision
 from asyncrl.learner.inbox import Delivery
@@ -35,6 +35,9 @@ _TIMED = (
 )  # fmt: skip
 _RATE_WINDOW_S = 1.0
 """Generators' rates, and all shares of time, are over the steps of at least this time."""
+
+_EXTRAS_EVERY = 10
+"""Steps between tables and histograms in W&B: a table is a file there."""
 
 _BUSY = ("build", "forward", "backward", "optimizer", "probe", "snapshot")
 
@@ -64,19 +67,20 @@ class Recorder:
         self._rollouts = JsonlSink(run_dir / "rollouts.jsonl")
         self._evals = JsonlSink(run_dir / "evals.jsonl")
         self._metrics = JsonlSink(run_dir / "metrics.jsonl")
-        self._views: list[Sink] = []
+        self._sinks: list[Sink] = [self._rollouts, self._evals, self._metrics]
+        self._wandb: WandbSink | None = None
         if config.telemetry.wandb != "off":
-            self._views.append(
-                WandbSink(
-                    mode=config.telemetry.wandb,
-                    project=config.telemetry.wandb_project,
-                    name=config.name,
-                    run_id=run_id,
-                    config=config.model_dump(mode="json"),
-                    folder=run_dir,
-                    group=config.telemetry.wandb_group,
-                )
+            self._wandb = WandbSink(
+                mode=config.telemetry.wandb,
+                project=config.telemetry.wandb_project,
+                name=config.name,
+                run_id=run_id,
+                config=config.model_dump(mode="json"),
+                folder=run_dir,
+                group=config.telemetry.wandb_group,
             )
+            self._sinks.append(self._wandb)
+        self._samples: list[dict[str, Any]] = []
         self._start_s = self._last_s = time.monotonic()
         self._last_spans: dict[str, float] = {}
         self._counters: deque[tuple[float, dict[str, float]]] = deque([(self._start_s, {})])
@@ -92,6 +96,7 @@ class Recorder:
         if delivery.batch is not None:
             generators = {ref.group_id: ref.generator for ref in delivery.batch.groups}
         step, detailed = batch.version, {place for place, _ in batch.details}
+        self._samples = []
         for place, (group, advantages) in enumerate(
             zip(delivery.groups, batch.advantages, strict=True)
         ):
@@ -102,6 +107,8 @@ class Recorder:
                 line = records.rollout_record(step, group, index, rollout, generator=name)
                 line["advantage"] = round(advantage, 5) if math.isfinite(advantage) else None
                 line["fate"] = records.fate(rollout, advantage, mask_truncated=self._mask_truncated)
+                if place in detailed or not detailed:
+                    self._samples.append(line)
                 if place in detailed and self._pieces is not None:
                     texts = self._pieces(rollout.completion_tokens.tolist())
                     start = batch.details.get((place, index))
@@ -149,9 +156,22 @@ class Recorder:
         record["alerts"] = [alert.name for alert in on]
         if began:
             record["new_alerts"] = [alert.describe(record[alert.metric]) for alert in began]
-        for sink in (self._metrics, *self._views):
-            sink.write(record)
+        self._metrics.write(record)
+        if self._wandb is not None:
+            self._show(self._wandb, record, result, alerts=[alert.name for alert in began])
         self._raise_or_warn(batch.version, record.get("new_alerts", []))
+
+    def _show(
+        self, view: WandbSink, record: dict[str, Any], result: StepResult, *, alerts: Sequence[str]
+    ) -> None:
+        """The step in W&B; every so often with histograms and a table of rollouts beside it."""
+        histograms, tables = {}, {}
+        if record["step"] % _EXTRAS_EVERY == 0:
+            histograms = views.histograms(record, result.ratio_bins)
+            if self._samples:
+                tables["rollouts"] = views.rollout_table(self._samples)
+        named = list(zip(alerts, record.get("new_alerts", []), strict=True))
+        view.write(record, histograms=histograms, tables=tables, alerts=named)
 
     def _raise_or_warn(self, step: int, texts: Sequence[str]) -> None:
         for text in texts:
@@ -199,12 +219,12 @@ class Recorder:
                 evaluation.model_dump(exclude={"kind"})
                 | {"time_s": round(time.monotonic() - self._start_s, 3)}
             )
-            for view in self._views:
-                view.write(records.eval_values(evaluation))
+            if self._wandb is not None:
+                self._wandb.write(records.eval_values(evaluation))
 
     def close(self) -> None:
         """Flush every sink, in bounded time."""
-        for sink in (self._rollouts, self._evals, self._metrics, *self._views):
+        for sink in self._sinks:
             sink.close()
 
 

@@ -13,10 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 from asyncrl.family import die_with_parent
 
@@ -76,8 +76,29 @@ def set_later_aside(path: Path, *, key: str, limit: int) -> int:
     return sum(later)
 
 
+Histograms = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+"""name -> (n counts, n + 1 ascending edges)."""
+
+Tables = Mapping[str, Sequence[Sequence[Any]]]
+"""name -> a row of column names, then rows of values."""
+
+
+class WandbRow(TypedDict):
+    """What the client's process takes at a time."""
+
+    values: dict[str, float | str]
+    histograms: Histograms
+    tables: Tables
+    alerts: Sequence[tuple[str, str]]
+    """(name, sentence) of each that began."""
+
+
 class WandbSink:
-    """Forwards records to one W&B run, through a thread and a process of their own."""
+    """Forwards records to one W&B run, through a thread and a process of their own.
+
+    A run that is resumed under its `run_id` is the same W&B run; offline, each attempt leaves a folder
+    of its own under that id.
+    """
 
     def __init__(
         self,
@@ -94,7 +115,7 @@ class WandbSink:
             "mode": mode, "project": project, "name": name, "id": run_id, "config": dict(config),
             "dir": str(folder), "resume": "allow", "group": group or None,
         }  # fmt: skip
-        self._rows: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_QUEUE_ROWS)
+        self._rows: queue.Queue[WandbRow | None] = queue.Queue(_QUEUE_ROWS)
         self.num_dropped = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.telemetry.wandb_process"],
@@ -108,10 +129,24 @@ class WandbSink:
         )
         self._thread.start()
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Queue `record`; a full queue drops it, counts it, and training goes on."""
+    def write(
+        self,
+        record: Mapping[str, Any],
+        *,
+        histograms: Histograms | None = None,
+        tables: Tables | None = None,
+        alerts: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """Queue `record` with what goes beside it; lists in it have no curve and stay behind.
+
+        A full queue drops it, counts it, and training goes on.
+        """
+        values = {name: v for name, v in record.items() if isinstance(v, float | int | str)}
+        row = WandbRow(
+            values=values, histograms=histograms or {}, tables=tables or {}, alerts=alerts
+        )
         try:
-            self._rows.put_nowait(dict(record))
+            self._rows.put_nowait(row)
         except queue.Full:
             self.num_dropped += 1
 

@@ -1,12 +1,18 @@
 """The W&B client, in a process of its own: `python -m asyncrl.telemetry.wandb_process`.
 
-Reads JSON lines: first the arguments of wandb.init, then a row each; the end of input finishes the run.
-The client waits for its network in exit handlers, so it must not live in the learner: this process can be
-killed without losing anything that metrics.jsonl does not have.
+Reads JSON lines: first the arguments of wandb.init, then one `sinks.WandbRow` each; the end of input
+finishes the run. The client waits for its network in exit handlers, so it must not live in the learner:
+this process can be killed without losing anything that metrics.jsonl does not have.
+
+Two axes: steps over "step", evaluations over "eval/version". The client's own step only counts rows, so
+that no row is refused for coming late, and a resumed run goes on behind the rows that it has.
 """
 
 import json
 import sys
+from typing import Any
+
+from asyncrl.telemetry.sinks import WandbRow
 
 
 def main() -> None:
@@ -18,8 +24,23 @@ def main() -> None:
     run.define_metric("*", step_metric="step")
     run.define_metric("eval/*", step_metric="eval/version")
     for line in sys.stdin:
-        run.log(json.loads(line))
+        row: WandbRow = json.loads(line)
+        run.log(row["values"] | _objects(wandb, row))
+        for title, text in row["alerts"]:
+            run.alert(title=title, text=text, level="WARN")
     run.finish()
+
+
+def _objects(wandb: Any, row: WandbRow) -> dict[str, Any]:  # noqa: ANN401
+    """Histograms and tables as the client's own types."""
+    histograms = {
+        name: wandb.Histogram(np_histogram=(counts, edges))
+        for name, (counts, edges) in row["histograms"].items()
+    }
+    tables = {
+        name: wandb.Table(columns=table[0], data=table[1:]) for name, table in row["tables"].items()
+    }
+    return histograms | tables
 
 
 if __name__ == "__main__":

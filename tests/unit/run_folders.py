@@ -37,6 +37,14 @@ def step_record(step: int, **values):
     } | values  # fmt: skip
 
 
+def spans(step: int, middle: int, end: int):
+    """Half from two versions before, half from one before, as far as there are any."""
+    if step == 0:
+        return [[0, 0, end]]
+    older = max(0, step - 2)
+    return [[older, 0, middle], [older + 1, middle, end]]
+
+
 def rollout_record(step: int, group_id: int, index: int, **values):
     """Two tokens of two versions; no single token on record."""
     return {
@@ -44,7 +52,7 @@ def rollout_record(step: int, group_id: int, index: int, **values):
         "generator": "generator-0", "prompt": f"prompt {group_id}", "answer": "42",
         "text": f"completion {index}", "score": float(index % 2), "verdict": "scored", "detail": "",
         "finish_reason": "stop", "num_tokens": 2,
-        "version_spans": [[max(0, step - 2), 0, 1], [max(1, step - 1), 1, 2]],
+        "version_spans": spans(step, 1, 2),
         "mean_behaviour_logprob": -0.5, "advantage": 1.0 if index % 2 else -1.0, "fate": "trained",
     } | values  # fmt: skip
 
@@ -81,7 +89,21 @@ def make_run(folder: Path, *, steps: int = 4, groups: int = 2, size: int = 2) ->
 
 def long_rollouts(folder: Path, *, steps: int, groups: int, size: int, num_tokens: int) -> None:
     """Replace rollouts.jsonl by one of long completions, every eighth group token by token."""
-    words = [" the", " of", "ing", " number", " 4", "2", "\n", " so", " we", " have", "<", ">", " é"]
+    words = [
+        " the",
+        " of",
+        "ing",
+        " number",
+        " 4",
+        "2",
+        "\n",
+        " so",
+        " we",
+        " have",
+        "<",
+        ">",
+        " é",
+    ]
     chance = random.Random(0)
 
     def lines():
@@ -92,10 +114,7 @@ def long_rollouts(folder: Path, *, steps: int, groups: int, size: int, num_token
                     record = rollout_record(
                         step, step * groups + group, index, text="".join(texts),
                         num_tokens=num_tokens, score=chance.random(), prompt="Compute " * 40,
-                        version_spans=[
-                            [max(0, step - 2), 0, num_tokens // 2],
-                            [max(1, step - 1), num_tokens // 2, num_tokens],
-                        ],
+                        version_spans=spans(step, num_tokens // 2, num_tokens),
                     )  # fmt: skip
                     if group % 8 == 0:
                         mu = [round(-chance.expovariate(1), 4) for _ in texts]

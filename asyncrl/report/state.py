@@ -1,0 +1,88 @@
+"""What the live view knows of a run: grown from its files as they grow, none read twice."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.report.files import Record, number, read_config, read_tail, setting
+from asyncrl.report.verdict import Verdict, read_verdict
+from asyncrl.telemetry.console import Follower
+
+_NUM_ALERTS = 4
+_NUM_ROLLOUTS = 6
+
+
+class RunState:
+    """The newest records of one run folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Read what there is."""
+        self._run_dir = run_dir
+        self._steps = Follower(run_dir / "metrics.jsonl")
+        self._evals = Follower(run_dir / "evals.jsonl")
+        self.config: Record = {}
+        self.verdict: Verdict
+        self.last: Record = {}
+        """The newest step's record; {} before the first."""
+
+        self.rewards: dict[int, float] = {}
+        """By step, in the order of the surviving history."""
+
+        self.seconds: dict[int, float] = {}
+        self.evals: dict[int, float] = {}
+        """Held-out score by version."""
+
+        self.alerts: list[tuple[int, str]] = []
+        """The newest few that began: step, text."""
+
+        self.rollouts: list[Record] = []
+        self.drops: list[Record] = []
+        self.read()
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the whole run, if its configuration says so."""
+        found = setting(self.config, "pipeline.num_steps")
+        return found if isinstance(found, int) else None
+
+    def read(self) -> None:
+        """Take what is new."""
+        if not self.config:
+            self.config, _ = read_config(self._run_dir)
+        self.verdict = read_verdict(self._run_dir)
+        for record in _whole(self._steps):
+            self._take(record)
+        for record in _whole(self._evals):
+            score = number(record.get("mean_score"))
+            if isinstance(record.get("version"), int) and score is not None:
+                self.evals[record["version"]] = score
+        tail = read_tail(self._run_dir / "rollouts.jsonl")
+        groups = {(row.get("step"), row.get("group_id")): row for row in tail}
+        self.rollouts = list(groups.values())[-_NUM_ROLLOUTS:]  # one of each group
+        self.drops = read_tail(self._run_dir / "drops.jsonl")[-_NUM_ROLLOUTS:]
+
+    def _take(self, record: Record) -> None:
+        step = record.get("step")
+        if not isinstance(step, int):
+            return
+        for values in (self.rewards, self.seconds):
+            for later in [known for known in reversed(values) if known >= step]:
+                del values[later]  # a resumed run makes them again
+        for values, name in ((self.rewards, "reward/mean"), (self.seconds, "time/step_s")):
+            value = number(record.get(name))
+            if value is not None:
+                values[step] = value
+        texts = [(step, str(text)) for text in record.get("new_alerts", ())]
+        self.alerts = [(at, text) for at, text in self.alerts if at < step] + texts
+        self.alerts = self.alerts[-_NUM_ALERTS:]
+        self.last = record
+
+
+def _whole(follower: Follower) -> Iterator[dict[str, Any]]:
+    """New records; a line that a full disk cut is passed over."""
+    while True:
+        try:
+            yield from follower.new()
+        except ValueError:
+            continue
+        return
