@@ -1,130 +1,205 @@
-"""The report: whole, safe against what models write, patient with half-written files."""
+"""The report's data: whole, patient with half-written files, honest about what is missing."""
 
+import base64
 import json
-import re
+import os
 
 import pytest
 
+from asyncrl.cli import main
 from asyncrl.errors import ConfigError
-from asyncrl.report.data import collect, read_lines, thin, why
-from asyncrl.report.page import embedded, write_report
-
-EVIL = "</script><script>alert(1)</script> <img src=x onerror=alert(2)> \u2028 \ud800"
-
-
-def step(number, **values):
-    base = {
-        "step": number, "reward/mean": 0.1 * number, "time/step_s": 1.0, "time/forward_s": 0.5,
-        "staleness/tokens@0": 10.0, "staleness/tokens@2": 5.0, "mismatch/k3@2": 0.25, "alerts": [],
-    }  # fmt: skip
-    return base | values
-
-
-def rollout(step_number, group, index, **values):
-    base = {
-        "step": step_number, "group_id": group, "index": index, "ordinal": 0, "generator": "g",
-        "prompt": "p", "answer": "a", "text": "t", "score": 1.0, "verdict": "scored", "detail": "",
-        "finish_reason": "stop", "num_tokens": 2, "version_spans": [[0, 0, 1], [1, 1, 2]],
-        "mean_behaviour_logprob": -0.5,
-    }  # fmt: skip
-    return base | values
+from asyncrl.report.data import collect, columns
+from asyncrl.report.page import write_report
+from asyncrl.report.rollouts import GROUP, ROW
+from asyncrl.report.verdict import read_verdict
+from asyncrl.run_folder import run_folder
+from asyncrl.wire.codec import encode_group
+from tests.reference.groups import group, rollout
+from tests.unit.run_folders import make_run, rollout_record, step_record, write_lines
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Four steps of two groups of two rollouts; the trace is missing."""
-    write(tmp_path / "metrics.jsonl", [step(i) for i in range(4)])
-    rollouts = [rollout(i, 10 * i + g, r) for i in range(4) for g in range(2) for r in range(2)]
-    write(tmp_path / "rollouts.jsonl", rollouts)
-    return tmp_path
+    return make_run(tmp_path / "run")
 
 
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+def shown(data):
+    """Rollouts of the page as dicts, each with its group's facts."""
+    groups = [dict(zip(GROUP, values, strict=True)) for values in data["rollouts"]["groups"]]
+    rows = [dict(zip(ROW, values, strict=True)) for values in data["rollouts"]["rows"]]
+    return [groups[row["group"]] | row for row in rows]
 
 
-def data_of(page):
-    [found] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    return json.loads(found)
+def append(path, text):
+    with path.open("a") as file:
+        file.write(text)
 
 
-def test_the_page_holds_what_the_records_say(run_dir):
-    out = run_dir / "report.html"
-    write_report(run_dir, out)
-    data = data_of(out.read_text())
-    assert data["steps"] == [0, 1, 2, 3]
-    assert data["curves"]["reward/mean"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
-    assert data["staleness"] == {"0": 40.0, "2": 20.0}  # four steps of 10 and of 5
-    assert data["by_staleness"]["mismatch/k3"] == {"2": 0.25}
-    assert len(data["rollouts"]) == data["num_rollouts"] == 16
+def test_the_data_are_what_the_records_say(run_dir):
+    data = collect(run_dir)
+    assert data["steps"]["step"] == [0, 1, 2, 3]
+    assert data["steps"]["reward/mean"] == [0, 0.01, 0.02, 0.03]
+    assert data["steps"]["mismatch/k3@2"] == [0.25] * 4
+    assert [e["version"] for e in data["evals"]] == [0, 4]
+    assert (data["run"]["name"], data["run"]["state"]) == ("made", "done")
+    assert ["k", 2] in data["run"]["short"]
+    assert data["run"]["provenance"]["run_id"] == "abc"
+    found = shown(data)
+    assert len(found) == data["rollouts"]["num_found"] == 16  # 4 steps of 2 groups of 2
+    last = found[-1]
+    assert (last["step"], last["id"], last["prompt"], last["text"]) == (
+        3, 7, "prompt 7", "completion 1",
+    )  # fmt: skip
+    assert (last["spans"], last["advantage"], last["tokens"]) == ([[1, 0, 1], [2, 1, 2]], 1.0, 0)
 
 
-def test_what_a_model_writes_stays_text(run_dir):
-    write(run_dir / "rollouts.jsonl", [rollout(0, 0, 0, text=EVIL, prompt=EVIL, detail=EVIL)])
-    out = run_dir / "report.html"
-    write_report(run_dir, out)
-    page = out.read_text(encoding="utf-8")
-    # The page's own two scripts, and no other element that came with the text.
-    assert page.count("<script") == page.count("</script>") == 2
-    assert "<img" not in page
-    assert data_of(page)["rollouts"][0]["text"] == EVIL.replace("\ud800", "?")
-    script = page[page.rindex("<script>") :]
-    for door in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
-        assert door not in script
+def test_a_metric_that_only_some_steps_have_is_null_elsewhere():
+    records = [{"step": 0, "a": 1.0}, {"step": 1, "b": float("nan")}, {"step": 2, "a": 0.123456789}]
+    assert columns(records) == {"step": [0, 1, 2], "a": [1, None, 0.123457]}
 
 
-def test_nothing_is_fetched_from_anywhere(run_dir):
-    out = run_dir / "report.html"
-    write_report(run_dir, out)
-    page = out.read_text()
-    assert re.findall(r"""(?:src|href)=["'](?!#)""", page) == []
-    addresses = set(re.findall(r"https?://[^\"'\s<]+", page))
-    assert addresses <= {"http://www.w3.org/2000/svg"}
+@pytest.mark.parametrize("name", ["metrics", "rollouts", "evals", "drops"])
+@pytest.mark.parametrize("cut", ['{"step": 9, "rew', "{", '{"step": 9, "text": "é', "\x00\x00"])
+def test_a_line_that_is_being_written_changes_nothing(run_dir, name, cut):
+    before = collect(run_dir)
+    with (run_dir / f"{name}.jsonl").open("ab") as file:
+        file.write(cut.encode()[:-1] if cut.endswith("é") else cut.encode())
+    after = collect(run_dir)
+    del before["run"]["written"], after["run"]["written"]
+    assert after == before
 
 
-def test_a_line_that_is_being_written_is_left_out(run_dir):
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "reward/me')
-    assert collect(run_dir, max_rollouts=100)["steps"] == [0, 1, 2, 3]
+def test_a_line_that_a_full_disk_cut_costs_only_itself(run_dir):
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[1][:40] + "\n", '"text"\n', "[1]\n", *lines[2:]]))
+    assert collect(run_dir)["steps"]["step"] == [0, 2, 3]
 
 
-def test_a_broken_line_in_the_middle_is_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
-    with pytest.raises(ConfigError, match=r"metrics.jsonl:2 is not JSON"):
-        read_lines(path)
+def test_of_a_step_that_was_made_twice_the_second_counts(run_dir):
+    append(run_dir / "metrics.jsonl", json.dumps(step_record(2, **{"reward/mean": 0.75})) + "\n")
+    data = collect(run_dir)
+    assert data["steps"]["step"] == [0, 1, 2, 3]
+    assert data["steps"]["reward/mean"][2] == 0.75
 
 
-def test_a_folder_without_records_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no record of a step"):
+def test_a_run_that_just_began_has_a_page(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "run.json").write_text("{}")
+    data = write_report(run_dir, tmp_path / "page.html")
+    assert data["steps"] == {}
+    assert data["rollouts"]["rows"] == []
+
+
+def test_a_folder_that_holds_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"neither run.json nor .*metrics.jsonl"):
         write_report(tmp_path, tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
 
 
-def test_numbers_that_json_does_not_have_are_null():
-    values = {"a": float("nan"), "b": [float("inf"), -float("inf"), 1.5]}
-    assert json.loads(embedded(values)) == {"a": None, "b": [None, None, 1.5]}
+def test_without_a_trace_the_times_are_those_of_the_records(run_dir):
+    data = collect(run_dir)
+    assert data["causes"]["strips"] == {}
+    assert data["causes"]["exact"] == [False] * 4
+    # Half of a second of waiting, half of forward.
+    assert data["causes"]["by_step"][0] == {
+        "learner": {"wait_batch": 0.5, "forward": 0.5}, "generator": {"decode": 1.0},
+    }  # fmt: skip
+    seconds, usual, slow, text = data["notes"]["times"][1]
+    assert (seconds, usual, slow) == (1.0, 1.0, False)
+    assert "generation is the bottleneck" in text
 
 
-def test_of_many_rollouts_whole_groups_are_kept_evenly():
-    rollouts = [rollout(i, i, r) for i in range(100) for r in range(4)]
-    kept = thin(rollouts, 40)
-    groups = sorted({r["group_id"] for r in kept})
-    assert groups == list(range(0, 100, 10))  # 40 / 4 = 10 groups of 100
-    assert len(kept) == 40
-    assert thin(rollouts, 400) == rollouts
+def test_of_too_many_rollouts_whole_groups_are_left_out_evenly(tmp_path):
+    run_dir = make_run(tmp_path / "run", steps=100, groups=1, size=4)
+    size = (run_dir / "rollouts.jsonl").stat().st_size
+    data = collect(run_dir, budget_bytes=size // 10)
+    assert data["rollouts"]["num_found"] == 400
+    steps = [row["step"] for row in shown(data)]
+    assert 9 <= len(set(steps)) <= 10  # a tenth of 100 groups
+    assert all(steps.count(step) == 4 for step in set(steps))
+    gaps = [b - a for a, b in zip(sorted(set(steps))[:-1], sorted(set(steps))[1:], strict=True)]
+    assert set(gaps) <= {10, 11}
 
 
-def test_a_step_says_what_it_was_spent_on():
-    record = step(37, **{"time/step_s": 9.0, "time/wait_batch_s": 8.0, "bottleneck": "generation"})
-    found = why(record, {"generator": {"eval": 0.75, "decode": 0.25}})
-    assert found["text"] == "wait_batch 8 s, forward 0.5 s; generators: eval 75%, decode 25%"
-    assert (found["step"], found["seconds"], found["limit"]) == (37, 9.0, "generation")
+def test_a_dropped_group_is_shown_with_its_text_and_reason(run_dir):
+    dropped = group([1, 2], [rollout([5, 6], score=1.0), rollout([7], score=1.0)], group_id=40)
+    frames = [base64.b64encode(frame).decode() for frame in encode_group(dropped)]
+    kept = {
+        "group_id": 40, "ordinal": 40, "attempt": 0, "version": 2, "reason": "zero_signal",
+        "again": False, "generator": "generator-0", "scores": [1.0, 1.0], "payload": frames,
+    }  # fmt: skip
+    spoilt = kept | {"group_id": 41, "payload": ["????"]}
+    foreign = kept | {"group_id": 42, "payload": [base64.b64encode(b"{}").decode()] * 4}
+    write_lines(run_dir / "drops.jsonl", [kept, spoilt, foreign])
+    data = collect(run_dir)
+    assert [drop["group_id"] for drop in data["drops"]] == [40, 41, 42]
+    assert not any("payload" in drop for drop in data["drops"])
+    found = [row for row in shown(data) if row["fate"] == "dropped: zero_signal"]
+    assert [(row["id"], row["step"], row["num_tokens"], row["score"]) for row in found] == [
+        (40, 2, 2, 1.0), (40, 2, 1, 1.0),
+    ]  # fmt: skip
+    assert data["rollouts"]["num_found"] == 18  # 16 trained ones and these
 
 
-def test_dropped_groups_are_in_the_page_with_their_reasons(run_dir):
-    drops = [{"group_id": 9, "reason": EVIL}, {"group_id": 10, "reason": "too old"}]
-    write(run_dir / "drops.jsonl", drops)
-    out = run_dir / "report.html"
-    write_report(run_dir, out)
-    found = data_of(out.read_text(encoding="utf-8"))["drops"]
-    assert [drop["reason"] for drop in found] == [EVIL.replace("\ud800", "?"), "too old"]
+def test_every_token_of_a_detailed_rollout_is_there(run_dir):
+    tokens = {
+        "text": ["a", "b"], "behaviour_logprobs": [-0.5, -1.0],
+        "proximal_logprobs": [-0.4, None], "behaviour_weights": [1.1, None],
+    }  # fmt: skip
+    write_lines(run_dir / "rollouts.jsonl", [rollout_record(0, 0, 0, tokens=tokens)])
+    [row] = shown(collect(run_dir))
+    assert row["tokens"] == [["a", "b"], [-0.5, -1.0], [-0.4, None], [1.1, None]]
+
+
+def test_how_a_run_ended_is_read_from_what_it_left(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path / "run")
+    assert read_verdict(run_dir).state == "done"
+    summary = run_dir / "summary.json"
+    summary.write_text('{"outcome": "interrupted"}')
+    assert read_verdict(run_dir).state == "interrupted"
+    (run_dir / "errors").mkdir()
+    error = {"type": "PeerLostError", "message": "the broker is gone", "time_s": 1.0}
+    (run_dir / "errors" / "learner.json").write_text(json.dumps(error))
+    error = {"type": "NoProgressError", "message": "nothing came", "time_s": 2.0}
+    (run_dir / "errors" / "broker.json").write_text(json.dumps(error))
+    summary.write_text('{"outcome": "failed"}')
+    verdict = read_verdict(run_dir)
+    assert verdict.state == "failed"
+    assert "broker: NoProgressError: nothing came" in verdict.text  # the cause, not its messenger
+    assert read_verdict(tmp_path).state == "empty"
+
+
+def test_a_summary_of_an_earlier_attempt_is_not_the_verdict(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    old = (run_dir / "run.json").stat().st_mtime - 3600
+    for path in run_dir.glob("*.json*"):
+        os.utime(path, (old, old))
+    assert read_verdict(run_dir).state == "done"
+    os.utime(run_dir / "run.json", (old + 10, old + 10))  # resumed, and killed since
+    assert read_verdict(run_dir).state == "killed"
+
+
+def test_a_run_is_going_on_for_as_long_as_its_supervisor_holds_the_folder(tmp_path):
+    from asyncrl.config import RunConfig
+
+    run_dir = tmp_path / "run"
+    config = RunConfig.model_validate(
+        {"model": {"path": "x"}, "task": {"kind": "repeat_letter"}, "run_dir": str(run_dir)}
+    )
+    with run_folder(config):
+        make_run(run_dir)
+        assert read_verdict(run_dir).state == "running"
+    assert read_verdict(run_dir).state == "done"
+
+
+def test_the_command_writes_the_page_and_says_what_is_in_it(run_dir, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(run_dir)])
+    assert end.value.code == 0
+    assert "4 steps, 16 of 16 rollouts" in capsys.readouterr().out
+    assert (run_dir / "report.html").stat().st_size > 10_000
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(run_dir / "nowhere")])
+    assert end.value.code == 2

@@ -38,7 +38,10 @@ def read_records(path: Path):
 def rows(records):
     """The rows of the run's history, as the client would upload them."""
     return [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in r.history.item}
+        {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in r.history.item
+        }
         for r in records
         if r.WhichOneof("record_type") == "history"
     ]
