@@ -1,0 +1,159 @@
+"""Seconds by cause and step, and the sentence on why a step was slow."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.report.causes import NUM_BINS, causes_by_step, spread, step_windows, strips
+from asyncrl.report.slow import SLOW, explain
+from asyncrl.telemetry.lives import Life, Span
+
+
+def life(spans, *, kind="learner", process=None, start=0.0, end=100.0, versions=()):
+    """`spans`: (cause, start, end); `versions`: (version, at)."""
+    made = Life(
+        process=process or kind, kind=kind, boot="b", ahead_s=0.0, start_s=start, end_s=end,
+        spans=[Span(f"{kind}/{cause}", float(a), float(b)) for cause, a, b in spans],
+        marks=[{"name": "version", "ts": at * 1e6, "args": {"version": v}} for v, at in versions],
+    )  # fmt: skip
+    made.spans.sort(key=lambda span: (span.start_s, -span.end_s))
+    return made
+
+
+@st.composite
+def lives_and_windows(draw):
+    """Spans and windows on whole seconds of 0..30, so that counting seconds is exact."""
+    edges = sorted(draw(st.lists(st.integers(0, 30), min_size=0, max_size=8)))
+    spans = [
+        (draw(st.sampled_from("abc")), a, b)
+        for a, b in zip(edges[::2], edges[1::2], strict=False)
+        if a < b
+    ]
+    start = draw(st.integers(0, 5)) if not spans else min(a for _, a, _ in spans)
+    end = draw(st.integers(25, 30)) if not spans else max(b for _, _, b in spans)
+    cuts = sorted(set(draw(st.lists(st.integers(0, 32), min_size=2, max_size=8))))
+    windows = [(float(a), float(b)) for a, b in itertools.pairwise(cuts)]
+    if draw(st.booleans()):
+        windows = windows[::2]  # with gaps
+    return life(spans, start=float(start), end=float(end)), windows
+
+
+@given(lives_and_windows(), lives_and_windows())
+def test_seconds_in_windows_equal_a_count_second_by_second(first, second):
+    windows = first[1]
+    found = spread([first[0], second[0]], windows)
+    for (start, end), causes in zip(windows, found, strict=True):
+        wanted = {}
+        for one in (first[0], second[0]):
+            for at in range(int(start), int(end)):
+                if not one.start_s <= at < one.end_s:
+                    continue
+                inside = [s.cause for s in one.spans if s.start_s <= at < s.end_s]
+                cause = inside[-1] if inside else "other"
+                wanted[cause] = wanted.get(cause, 0.0) + 1.0
+        assert causes == wanted
+
+
+def test_a_scoring_process_without_work_is_idle():
+    scorer = life([("score", 2, 5)], kind="scorer", end=10.0)
+    assert spread([scorer], [(0.0, 10.0)]) == [{"score": 3.0, "idle": 7.0}]
+
+
+def test_a_step_is_what_lies_between_two_publications():
+    learner = life(
+        [("wait_batch", 10, 14), ("forward", 14, 20), ("wait_batch", 20, 21), ("forward", 21, 30)],
+        versions=[(1, 20.0), (2, 30.0)],
+    )
+    generator = life([("decode", 0, 17), ("wait_credit", 17, 40)], kind="generator")
+    assert step_windows([learner, generator]) == {0: (10.0, 20.0), 1: (20.0, 30.0)}
+    assert causes_by_step([learner, generator]) == {
+        0: {
+            "learner": {"wait_batch": 4.0, "forward": 6.0},
+            "generator": {"decode": 7.0, "wait_credit": 3.0},
+        },
+        1: {"learner": {"wait_batch": 1.0, "forward": 9.0}, "generator": {"wait_credit": 10.0}},
+    }
+
+
+def test_other_ranks_of_the_learner_are_not_counted_twice():
+    first = life([("wait_batch", 0, 4), ("forward", 4, 10)], versions=[(1, 10.0)])
+    second = life([("forward", 4, 10)], process="learner-1")
+    assert causes_by_step([first, second])[0]["learner"] == {"wait_batch": 4.0, "forward": 6.0}
+
+
+def test_steps_that_a_resumed_run_made_again_are_those_of_the_second_attempt():
+    first = life([("wait_batch", 0, 1)], end=31.0, versions=[(1, 10.0), (2, 20.0), (3, 30.0)])
+    # Resumed at version 1, which it publishes before it waits for a batch.
+    second = life([("wait_batch", 52, 55)], start=50.0, versions=[(1, 51.0), (2, 60.0), (3, 70.0)])
+    assert step_windows([first, second]) == {0: (0.0, 10.0), 1: (52.0, 60.0), 2: (60.0, 70.0)}
+
+
+def test_strips_cover_the_run_and_its_training_and_sum_to_the_time_a_process_lived():
+    learner = life(
+        [("start", 0, 40), ("wait_batch", 40, 50), ("forward", 50, 90)], end=120.0,
+        versions=[(1, 90.0)],
+    )  # fmt: skip
+    generator = life([("decode", 30, 60)], kind="generator", start=30.0, end=60.0)
+    found = strips([learner, generator])
+    assert [p["name"] for p in found["processes"]] == ["learner", "generator"]
+    whole, training = found["views"]
+    assert (whole["start"], whole["seconds"]) == (0.0, 120.0)
+    assert (training["start"], training["seconds"]) == (50.0, 40.0)  # first batch to last version
+    lived = [sum(sum(bin_.values()) for bin_ in bins) * 120 / NUM_BINS for bins in whole["bins"]]
+    assert lived == pytest.approx([120.0, 30.0], abs=0.05)
+    assert found["shares"]["learner"] == {"forward": 1.0}
+    assert strips([]) == {}
+
+
+def usual_step(**more):
+    return {"learner": {"wait_batch": 0.2, "forward": 0.8, **more}, "generator": {"decode": 1.0}}
+
+
+def test_a_slow_step_is_explained_by_what_it_had_more_than_its_neighbours():
+    steps = [usual_step() for _ in range(21)]
+    steps[10] = {
+        "learner": {"wait_batch": 4.2, "forward": 0.8, "checkpoint": 0.1},
+        "generator": {"eval": 4.0, "decode": 1.0},
+    }
+    found = explain(steps)
+    assert [e.slow for e in found] == [i == 10 for i in range(21)]
+    slow = found[10]
+    assert (slow.seconds, slow.usual_s) == (pytest.approx(5.1), pytest.approx(1.0))
+    assert slow.text.startswith("5.1 s, 5.1 times the usual 1.0 s. More than usual: ")
+    # 4.0 s of 4.1 s; the checkpoint's 0.1 s are less than a tenth of it.
+    assert (
+        "4.0 s waiting for its batch; meanwhile the generators spent 80% evaluating, 20% dec"
+        in slow.text
+    )
+    assert "checkpoint" not in slow.text
+    assert "evaluation is the bottleneck" in slow.text
+
+
+def test_a_step_that_waited_no_longer_than_others_does_not_blame_the_generators():
+    steps = [usual_step() for _ in range(5)]
+    steps[2] = usual_step(checkpoint=3.0)
+    text = explain(steps)[2].text
+    assert "3.0 s saving a checkpoint" in text
+    assert "meanwhile" not in text
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=40))
+def test_usual_is_the_median_of_up_to_ten_steps_on_each_side(seconds):
+    found = explain([{"learner": {"forward": s}} for s in seconds])
+    for index, step in enumerate(found):
+        around = sorted(
+            s for i, s in enumerate(seconds) if i != index and index - 10 <= i <= index + 10
+        )
+        if not around:
+            assert (step.usual_s, step.slow) == (step.seconds, False)
+            continue
+        middle = (around[(len(around) - 1) // 2] + around[len(around) // 2]) / 2
+        assert step.usual_s == pytest.approx(middle)
+        assert step.slow == (step.seconds > SLOW * step.usual_s)
+
+
+def test_steps_without_any_time_on_record_are_no_reason_to_fail():
+    found = explain([{}, usual_step(), {}])
+    assert [e.slow for e in found] == [False, False, False]

@@ -1,0 +1,155 @@
+"""The live view: what a frame says; nothing of a completion reaches the terminal as a command."""
+
+import io
+import json
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from asyncrl.cli import main
+from asyncrl.config import RunConfig
+from asyncrl.report.frame import frame, plain, sparkline
+from asyncrl.report.state import RunState
+from asyncrl.report.watch import watch
+from asyncrl.run_folder import run_folder
+from asyncrl.telemetry.sinks import set_later_aside
+from tests.unit.run_folders import make_run, rollout_record, step_record, write_lines
+
+
+def console(width=140):
+    return Console(file=io.StringIO(), width=width, force_terminal=False, highlight=False)
+
+
+def drawn(run_dir, **how):
+    screen = console(**how)
+    screen.print(frame(RunState(run_dir)))
+    return screen.file.getvalue()
+
+
+def append(path, *records):
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def test_a_frame_says_how_far_how_good_how_old_and_who_waits(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    append(
+        run_dir / "metrics.jsonl",
+        step_record(4, alerts=["mismatch"], new_alerts=["mismatch: too far [red]now[/red]"]),
+    )
+    drop = {"group_id": 77, "version": 3, "reason": "zero_signal"}
+    write_lines(run_dir / "drops.jsonl", [drop])
+    text = drawn(run_dir)
+    for part in (
+        "made  done  step 5 of 4", "0 → 0.04", "mean 1.00, largest 2 of k = 2", "67%", "33%",
+        "k3 2.5e-01", "waits 50%", "generation is the bottleneck", "admitted", "20",
+        "group 77 at version 3: zero_signal", "on: mismatch",
+        "step 4: mismatch: too far [red]now[/red]", "prompt 7 → completion 1",
+    ):  # fmt: skip
+        assert part in text, (part, text)
+
+
+def test_a_run_without_a_step_has_a_frame(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "run.json").write_text("{}")
+    assert "running" in drawn(run_dir)  # its record was written a moment ago
+
+
+@given(st.text(max_size=60), st.integers(1, 80))
+def test_nothing_but_printable_characters_of_one_line_reaches_the_terminal(text, limit):
+    found = plain(text, limit)
+    assert len(found) <= limit
+    assert all(c.isprintable() for c in found if not c.isspace())
+    assert not set(found) & set("\x1b\x07\r\n\t\x9b\u202e\u200f")
+
+
+def test_escape_sequences_and_markup_of_a_completion_are_shown_not_obeyed(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    attack = "\x1b[2J\x1b]0;owned\x07 [bold]x[/bold] [link=http://x]y[/link]\r\u202e"
+    write_lines(run_dir / "rollouts.jsonl", [rollout_record(0, 0, 0, text=attack, prompt=attack)])
+    text = drawn(run_dir, width=220)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "[bold]x[/bold]" in text
+
+
+def test_a_sparkline_goes_from_the_least_to_the_most():
+    assert sparkline([], 10) == ""
+    assert sparkline([3.0], 10) == "▁"
+    assert sparkline([0.0, 1.0, 2.0, 7.0], 10) == "▁▂▃█"  # 0, 1, 2 and 7 sevenths
+    assert sparkline([0.0, 0.0, 7.0, 7.0], 2) == "▁█"
+
+
+def test_steps_that_are_made_again_replace_those_of_the_attempt_before(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    path = run_dir / "metrics.jsonl"
+    append(path, step_record(4, new_alerts=["a: old"]))
+    state = RunState(run_dir)
+    assert list(state.rewards) == [0, 1, 2, 3, 4]
+    set_later_aside(path, key="step", limit=2)
+    append(path, step_record(2, **{"reward/mean": 0.9}))
+    state.read()
+    assert state.rewards == {0: 0.0, 1: 0.01, 2: 0.9}
+    assert state.alerts == []
+    assert state.last["step"] == 2
+
+
+def test_a_broken_line_is_passed_over(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "cut\n' + json.dumps(step_record(5)) + "\n" + '{"step": 6')
+    assert list(RunState(run_dir).rewards) == [0, 1, 2, 3, 5]
+
+
+def test_once_prints_one_frame_also_of_a_run_that_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    run_dir = make_run(tmp_path / "run")
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "x"},
+            "task": {"kind": "repeat_letter"},
+            "run_dir": str(tmp_path / "own"),
+        }
+    )
+    with run_folder(config) as folder:
+        make_run(folder)
+        for path, state in ((folder, "running"), (run_dir, "done")):
+            with pytest.raises(SystemExit) as end:
+                main(["watch", str(path), "--once"])
+            assert end.value.code == 0
+            assert f"made  {state}  step 4 of 4" in capsys.readouterr().out
+
+
+def test_watching_ends_with_the_run(tmp_path):
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "x"},
+            "task": {"kind": "repeat_letter"},
+            "run_dir": str(tmp_path / "own"),
+        }
+    )
+    screen = console()
+    with run_folder(config) as folder:
+        make_run(folder)
+        (folder / "summary.json").unlink()
+        viewer = threading.Thread(
+            target=watch, args=(folder,), kwargs={"once": False, "console": screen}
+        )
+        viewer.start()
+        append(folder / "metrics.jsonl", step_record(4))
+        (folder / "summary.json").write_text('{"outcome": "done"}')
+        assert viewer.is_alive()
+    viewer.join(30)
+    assert not viewer.is_alive()
+    assert "done  step 5 of 4" in screen.file.getvalue()
+
+
+def test_a_folder_that_holds_no_run_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["watch", str(tmp_path), "--once"])
+    assert end.value.code == 2
+    assert "not the folder of a run" in capsys.readouterr().err
