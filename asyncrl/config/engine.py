@@ -16,6 +16,10 @@ class SamplingConfig(Section):
     """0 is off."""
 
 
+MIN_VLLM_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this without an error."""
+
+
 class EngineSection(Section):
     """What every inference engine is asked for."""
 

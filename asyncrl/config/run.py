@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.engine import (
+    MIN_VLLM_TEMPERATURE,
     EngineConfig,
     HFEngineConfig,
     SamplingConfig,
@@ -127,6 +128,16 @@ class RunConfig(Section):
                 f"algorithm.overlong_buffer_tokens={buffer} makes scores negative, and "
                 'algorithm.advantage="max_rl" divides by their mean'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_temperatures(self) -> "RunConfig":
+        for name, sampling in (("sampling", self.sampling), ("eval.sampling", self.eval.sampling)):
+            if self.engine.kind == "vllm" and sampling.temperature < MIN_VLLM_TEMPERATURE:
+                raise ValueError(
+                    f"{name}.temperature={sampling.temperature}: vLLM samples at temperature >= "
+                    f"{MIN_VLLM_TEMPERATURE}; greedy evaluation is eval.sampling.top_k=1"
+                )
         return self
 
     @model_validator(mode="after")

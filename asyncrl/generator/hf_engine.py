@@ -200,6 +200,10 @@ class HFEngine:
             self._merger.load(tensors)
         else:
             load_state(self._model, tensors)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(
+                self._device
+            ).synchronize()  # the offer may be overwritten now
         self._version = version
 
     def abort(self, request_id: int) -> list[Completion]:

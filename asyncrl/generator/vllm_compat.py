@@ -297,10 +297,16 @@ _ADVICE = (
 _MAX_CAUSE_LENGTH = 400
 
 
+_LASTING = (
+    "out of memory", "ALLOC_FAILED", "no kernel image", "busy or unavailable", "invalid device",
+)  # fmt: skip
+"""Of CUDA errors: those that another try does not change."""
+
+
 def is_device_fault(error: Exception) -> bool:
     """Whether a kernel failed: 0.26 was seen to end so, in one start of four, capturing CUDA graphs."""
     cause = str(error)
-    return "CUDA error" in cause and "out of memory" not in cause
+    return "CUDA error" in cause and not any(words in cause for words in _LASTING)
 
 
 def _one_line(error: Exception) -> str:

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.config import LoraConfig, VllmEngineConfig
+from asyncrl.config.engine import MIN_VLLM_TEMPERATURE
 from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.engine import Completion, Precision, SampleRequest
 from asyncrl.generator.hf_engine import NO_LORA
@@ -46,9 +47,6 @@ from asyncrl.generator.vllm_compat import (
 from asyncrl.generator.vllm_lora import LoraServing
 from asyncrl.generator.vllm_rows import Row
 from asyncrl.types import FinishReason
-
-MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this without an error."""
 
 
 class VllmEngine:
@@ -132,7 +130,7 @@ class VllmEngine:
 
         Raises:
             ValueError: a field is out of its range (see `check_request`; temperatures below
-                MIN_TEMPERATURE are too: greedy is top_k=1).
+                MIN_VLLM_TEMPERATURE are too: greedy is top_k=1).
         """
         unfinished = {row.request.request_id for row in self._rows.values()}
         check_request(
@@ -142,9 +140,9 @@ class VllmEngine:
             max_concurrent_completions=self._limit,
             unfinished=unfinished | {waiting.request_id for waiting in self._waiting},
         )
-        if request.temperature < MIN_TEMPERATURE:
+        if request.temperature < MIN_VLLM_TEMPERATURE:
             raise ValueError(
-                f"request {request.request_id}: vLLM samples at temperature >= {MIN_TEMPERATURE}, "
+                f"request {request.request_id}: vLLM samples at temperature >= {MIN_VLLM_TEMPERATURE}, "
                 f"got {request.temperature}; greedy is top_k=1"
             )
         if first:

@@ -32,6 +32,8 @@ class DeviceStaging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._bounces: list[torch.Tensor] = []
         self._stream: torch.cuda.Stream | None = None
+        self._too_large = 2**63
+        """Bytes that the device had no room for: not asked for again."""
 
     def upload(
         self, memory: memoryview, tensors: Iterable[TensorSpec], num_bytes: int
@@ -40,9 +42,12 @@ class DeviceStaging:
 
         None if the device has no room for it: the weights are then adopted from host memory.
         """
+        if num_bytes >= self._too_large:
+            return None
         try:
             self._prepare(num_bytes)
         except torch.OutOfMemoryError as error:
+            self._too_large = num_bytes
             log.warning("no room to stage %d bytes on %s: %s", num_bytes, self._device, error)
             return None
         source = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
@@ -55,14 +60,17 @@ class DeviceStaging:
         return [(spec.name, self._view(spec)) for spec in tensors]
 
     def _prepare(self, num_bytes: int) -> None:
+        if self._on_gpu and self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
         if len(self._buffer) != num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            # From the stream's own pool: a block that the decode freed may still be read by its kernels.
+            with torch.cuda.stream(self._stream):
+                self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         if not self._bounces:
             size = min(self._bounce_bytes, num_bytes)
             self._bounces = [
                 torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(2)
             ]
-            self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
 
     def _copy(self, source: torch.Tensor) -> None:
         sent: list[torch.cuda.Event | None] = [None, None]

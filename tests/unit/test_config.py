@@ -198,3 +198,10 @@ def test_raw_scores_need_no_group_but_every_one(file: Path) -> None:
         read_config(file, ["algorithm.advantage=raw", "pipeline.zero_signal=drop"])
     with pytest.raises(ConfigError, match="max_rl"):
         read_config(file, ["algorithm.advantage=max_rl", "algorithm.overlong_buffer_tokens=4"])
+
+
+def test_temperatures_that_vllm_would_raise_are_refused_before_anything_starts(file: Path) -> None:
+    for name in ("sampling", "eval.sampling"):
+        with pytest.raises(ConfigError, match=rf"{name}.temperature=0.001.*top_k=1"):
+            read_config(file, ["engine.kind=vllm", f"{name}.temperature=0.001"])
+        assert read_config(file, ["engine.kind=hf", f"{name}.temperature=0.001"]) is not None
