@@ -160,12 +160,12 @@ def test_a_folder_in_which_a_run_works_is_refused_also_to_a_resume(
     config = write_config(tmp_path, model)
     process = start_run(config, run_dir, "pipeline.num_steps=100000", "checkpoint.every_steps=1")
     wait_for(lambda: num_steps(run_dir) >= 2, process)
-    code, output = finish(start_run(config, run_dir, "checkpoint.resume=true"), timeout_s=30)
+    code, output = finish(start_run(config, run_dir, "checkpoint.resume=true"), timeout_s=90)
     assert code == 2, output
     assert "in use by a run that has not ended" in output
     assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
-    assert finish(process, timeout_s=20)[0] == 130
+    assert finish(process, timeout_s=60)[0] == 130
 
 
 def test_a_missing_shared_key_is_named_before_anything_starts(model: Path, tmp_path: Path) -> None:
