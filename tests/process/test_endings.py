@@ -158,9 +158,12 @@ def test_a_folder_in_which_a_run_works_is_refused_also_to_a_resume(
 ) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, model)
-    process = start_run(config, run_dir, "pipeline.num_steps=100000", "checkpoint.every_steps=1")
+    overrides = ("pipeline.num_steps=100000", "checkpoint.every_steps=1")
+    process = start_run(config, run_dir, *overrides)
     wait_for(lambda: num_steps(run_dir) >= 2, process)
-    code, output = finish(start_run(config, run_dir, "checkpoint.resume=true"), timeout_s=90)
+    code, output = finish(
+        start_run(config, run_dir, *overrides, "checkpoint.resume=true"), timeout_s=90
+    )
     assert code == 2, output
     assert "in use by a run that has not ended" in output
     assert process.poll() is None
