@@ -23,7 +23,12 @@ CONSOLE = "console.log"
 
 _PARTS = {
     "metrics": ["metrics.jsonl", "metrics.jsonl.set-aside"],
-    "rollouts": ["rollouts.jsonl", "rollouts.jsonl.set-aside"],
+    "rollouts": [
+        "rollouts.jsonl",
+        "rollouts.jsonl.set-aside",
+        "drops.jsonl",
+        "drops.jsonl.set-aside",
+    ],
     "trace": ["trace"],
     "logs": ["logs", CONSOLE],
     "checkpoints": ["checkpoints"],

@@ -55,7 +55,8 @@ class SweepSettings(Section):
     """Runs at a time. Each gets cores of its own, and GPUs of its own if there are as many."""
 
     keep: list[Kept] = ["metrics", "logs"]  # noqa: RUF012  (pydantic copies it)
-    """What stays of a finished run besides its row, config, provenance and evaluations."""
+    """What stays of a finished run besides its row, config, provenance and evaluations; "rollouts" are
+    also the dropped ones."""
 
     set: Overrides = Field(default_factory=dict)
     variants: dict[str, Overrides] = Field({"base": {}}, min_length=1)

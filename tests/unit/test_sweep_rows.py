@@ -168,7 +168,8 @@ def test_only_what_is_kept_stays_and_a_pruned_run_is_still_done(tmp_path: Path) 
     record(run)
     for name in ("checkpoints/version-000004", "logs", "trace"):
         (run.run_dir / name).mkdir(parents=True)
-    for name in ("rollouts.jsonl", "summary.json", CONSOLE, "token"):
+    texts = ("rollouts.jsonl", "drops.jsonl", "drops.jsonl.set-aside")
+    for name in (*texts, "summary.json", CONSOLE, "token"):
         (run.run_dir / name).write_text("{}")
     write_row(run.run_dir, done_row(run, seconds=1.0))
     prune(run.run_dir, settings)
