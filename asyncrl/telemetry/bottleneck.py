@@ -6,7 +6,8 @@ run at most
 
     generation   min(wait_batch, decode + prefill)           learner     min(wait_credit, 1 - wait_batch
     scoring      min(wait_batch, wait_score)                                              - checkpoint)
-    weights      min(wait_batch, wait_weights + adopt)       checkpoint  min(wait_credit, checkpoint)
+    weights      min(wait_batch, wait_weights + adopt        checkpoint  min(wait_credit, checkpoint)
+                                 + canary)
     evaluation   min(wait_batch, eval)                       overhead    min(wait_batch, other)
     turns        min(wait_batch, wait_credit): each side waits for the other, in turn
 
@@ -88,7 +89,7 @@ def _costs(learner: Mapping[str, float], generator: Mapping[str, float]) -> dict
         "checkpoint": min(credit, saves),
         "generation": min(waits, of("decode", "prefill")),
         "scoring": min(waits, of("wait_score")),
-        "weights": min(waits, of("wait_weights", "adopt")),
+        "weights": min(waits, of("wait_weights", "adopt", "canary")),
         "evaluation": min(waits, of("eval")),
         "overhead": min(waits, of("other")),
         "turns": min(waits, credit),
@@ -114,7 +115,7 @@ def _checkpoint(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
 
 def _generation(learner: _Causes, _generator: _Causes, _scorer: _Causes) -> str:
     return (
-        f"{_waits(learner)}: generation is the bottleneck (engines_per_gpu, another generator, a "
+        f"{_waits(learner)}: generation is the bottleneck (engine.engines_per_gpu, another generator, a "
         "larger pipeline.max_staleness or pipeline.depth)"
     )
 

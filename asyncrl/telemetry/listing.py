@@ -6,7 +6,7 @@ from asyncrl.telemetry.metrics import METRICS
 SECTIONS: dict[str, tuple[str, ...]] = {
     "reward": ("reward", "groups", "rollouts", "tokens"),
     "staleness": ("staleness",),
-    "mismatch": ("mismatch", "drift", "correction"),
+    "mismatch": ("mismatch", "canary", "drift", "correction"),
     "loss": ("loss", "kl", "ratio", "policy", "optimizer"),
     "throughput": ("rate", "learner", "generator"),
     "time": ("time", "share"),

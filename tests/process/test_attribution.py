@@ -88,6 +88,8 @@ def test_a_slow_scorer_is_named(small: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert_named(run_dir, output, "scoring", "(scoring.num_workers)")
     assert_every_second_has_a_cause(run_dir)
+    lives = read_lives(run_dir)
+    assert kind_shares(lives, training_window(lives))["scorer"]["score"] > 0.5
 
 
 def test_a_slow_learner_is_named(larger: Path, tmp_path: Path) -> None:

@@ -143,6 +143,26 @@ def test_a_process_knows_when_it_was_started():
     assert 0.0 <= age_s <= up_s
 
 
+def test_short_spans_in_a_row_are_one_event_of_their_summed_length(tmp_path):
+    # Three of 1 s with 1 s between them begin within 5 s, the fourth does not; adopt ends a row.
+    path = tmp_path / "trace/g.jsonl"
+    with scripted_clock() as now_s:
+        tracer = Tracer(path, process="g", kind="generator", grain_s=5.0)
+        for name in ("decode", "decode", "decode", "decode", "adopt", "decode"):
+            with tracer.span(f"generator/{name}"):
+                now_s[0] += 1
+            now_s[0] += 1
+        tracer.close()
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    spans = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
+    assert spans == [
+        ("generator/decode", 1000, 3), ("generator/decode", 1006, 1), ("generator/adopt", 1008, 1),
+        ("generator/decode", 1010, 1),
+    ]  # fmt: skip
+    assert events[1]["args"] == {"spans": 3}
+    assert attribute(*read_lives(tmp_path)) == {"decode": 5.0, "adopt": 1.0, "other": 6.0}
+
+
 def test_a_killed_life_ends_with_its_last_line_and_the_next_one_is_added(tmp_path):
     # Killed after 5 s, within a line; started again 100 s later, for 4 s.
     path = tmp_path / "trace/g.jsonl"

@@ -27,6 +27,9 @@ STORIES = [
     # Synchronous and uneven: the slow side is named, not the turns.
     ("learner", {"wait_batch": 15, "forward": 85}, {"decode": 15, "wait_credit": 85}, {}, "learner is"),
     ("generation", {"wait_batch": 85, "forward": 15}, {"decode": 85, "wait_credit": 15}, {}, "depth"),
+    ("learner", {"wait_batch": 30, "forward": 70}, {"decode": 30, "wait_credit": 70}, {}, "learner is"),
+    # Both wait a little, now and then: the side that loses more of it is named.
+    ("generation", {"wait_batch": 20, "forward": 80}, {"decode": 84, "wait_credit": 16}, {}, "depth"),
     # Nobody computes: it is what lies between them.
     ("turns", STARVED, {"wait_credit": 80, "decode": 20}, {}, "publishing and messages"),
     # Scorers may be busy and generators wait for them as they like, if the learner never waits.
