@@ -25,7 +25,7 @@ from asyncrl.wire.messages import Hello
 log = logging.getLogger(__name__)
 
 _TRACE_GRAIN_S = 0.05
-"""Decode steps, a hundred or more a second, go to the trace file summed up over this long."""
+"""Decode steps and verdicts, hundreds a second, go to the trace file summed up over this long."""
 
 
 def run(
@@ -108,7 +108,10 @@ def _scorer_tracers(traces: Path | None, generator: str, num_workers: int) -> li
     """One for each scoring process, written by its generator, which is told when it was at work."""
     names = [f"{generator}-scorer-{index}" for index in range(num_workers)]
     return [
-        Tracer(traces and traces / f"{name}.jsonl", process=name, kind="scorer") for name in names
+        Tracer(
+            traces and traces / f"{name}.jsonl", process=name, kind="scorer", grain_s=_TRACE_GRAIN_S
+        )
+        for name in names
     ]
 
 

@@ -112,7 +112,7 @@ class Tracer:
         self._charge(time.monotonic())
         self._totals[self._open[-1]] -= end_s - start_s
         self._totals[name] = self._totals.get(name, 0.0) + end_s - start_s
-        self._write_span(name, start_s, end_s)
+        self._gather(name, start_s, end_s)
 
     def mark(self, name: str, **values: float | str) -> None:
         """Record a moment."""

@@ -163,6 +163,20 @@ def test_short_spans_in_a_row_are_one_event_of_their_summed_length(tmp_path):
     assert attribute(*read_lives(tmp_path)) == {"decode": 5.0, "adopt": 1.0, "other": 6.0}
 
 
+def test_short_spans_measured_elsewhere_are_summed_up_too(tmp_path):
+    path = tmp_path / "trace/s.jsonl"
+    with scripted_clock() as now_s:
+        tracer = Tracer(path, process="s", kind="scorer", grain_s=5.0)
+        now_s[0] += 20
+        for start_s in (1001, 1003, 1004, 1008):
+            tracer.add("scorer/score", start_s, start_s + 1)
+        tracer.close()
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    spans = [(e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
+    assert spans == [(1001, 3), (1008, 1)]
+    assert attribute(*read_lives(tmp_path)) == {"score": 4.0, "other": 16.0}
+
+
 def test_a_killed_life_ends_with_its_last_line_and_the_next_one_is_added(tmp_path):
     # Killed after 5 s, within a line; started again 100 s later, for 4 s.
     path = tmp_path / "trace/g.jsonl"
