@@ -46,6 +46,7 @@ def test_evaluations_have_an_axis_of_their_own():
 
 
 @pytest.mark.skipif(not INSTALLED, reason="wandb-workspaces is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own models
 def test_the_package_takes_the_plan_as_it_is():
     view = json.loads(build(entity="someone", project="asyncrl")._to_model().model_dump_json())
     sections = view["spec"]["section"]["panel_bank_config"]["sections"]

@@ -1,6 +1,6 @@
 """Seconds by cause and step, and the sentence on why a step was slow."""
 
-import itertools
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -34,7 +34,7 @@ def lives_and_windows(draw):
     start = draw(st.integers(0, 5)) if not spans else min(a for _, a, _ in spans)
     end = draw(st.integers(25, 30)) if not spans else max(b for _, _, b in spans)
     cuts = sorted(set(draw(st.lists(st.integers(0, 32), min_size=2, max_size=8))))
-    windows = [(float(a), float(b)) for a, b in itertools.pairwise(cuts)]
+    windows = [(float(a), float(b)) for a, b in pairwise(cuts)]
     if draw(st.booleans()):
         windows = windows[::2]  # with gaps
     return life(spans, start=float(start), end=float(end)), windows

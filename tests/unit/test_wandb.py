@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.run_folders import rollout_record
 from tests.unit.wandb_file import config, read_records, rows
 
 
-def sink(folder, **config_):
+def sink(folder):
     return WandbSink(
         mode="offline", project="p", name="n", run_id="r1", config={"k": 2, "deep": {"er": "x"}},
         folder=folder, group="together",
@@ -27,10 +28,18 @@ def attempts(folder):
     return [read_records(path) for path in sorted(folder.glob("wandb/offline-run-*/run-r1.wandb"))]
 
 
-def close(one):
+def close(one, folder):
     """Wait until the client's process has written everything and ended by itself."""
     one.close()
     assert one.num_dropped == 0
+    deadline = time.monotonic() + 60  # the client's own process writes the file out
+    while any(is_open(records) for records in attempts(folder)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_open(records):
+    return not any(record.WhichOneof("record_type") == "exit" for record in records)
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +56,12 @@ def two_attempts(tmp_path_factory):
     )
     first.write({"step": 1, "reward/mean": 0.5}, alerts=[("mismatch", "mismatch: too far")])
     first.write({"step": 2, "reward/mean": 0.75})
-    close(first)
+    close(first, folder)
     second = sink(folder)
     second.write({"step": 2, "reward/mean": 0.625})
     second.write({"step": 3, "reward/mean": 1.0})
     second.write({"eval/version": 4, "eval/score": 0.875})
-    close(second)
+    close(second, folder)
     return folder
 
 
@@ -120,9 +129,8 @@ def test_a_histogram_keeps_every_token_in_a_bar_that_holds_its_value(bins):
         assert len(counts) == len(edges) - 1 <= MAX_BARS
         assert edges == sorted(set(edges))
         for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
-            inside = (low <= BIN_VALUES) & (high > BIN_VALUES)
-            if high == edges[-1]:  # the last bar is closed, as W&B's are
-                inside = (low <= BIN_VALUES) & (high >= BIN_VALUES)
+            last = high == edges[-1]  # this bar is closed, as W&B's are
+            inside = [low <= y < high or (last and y == high) for y in BIN_VALUES.tolist()]
             assert row[inside].sum() == count
         assert sum(counts) == row.sum()
 

@@ -1,4 +1,4 @@
-"""The live view: what a frame says; nothing of a completion reaches the terminal as a command."""
+"""The live view: what a frame says, and that a completion is never a command to the terminal."""
 
 import io
 import json
