@@ -34,12 +34,18 @@ def packed(groups, **changes):
     return pack(groups, **(arguments | changes))
 
 
-@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize(
+    ("num_minibatches", "micro_batch_tokens", "num_groups"),
+    [(1, 40, 4), (2, 40, 4), (1, 800, 1), (1, 800, 2), (1, 800, 4)],
+)
 def test_each_recorded_token_has_the_log_prob_and_weight_of_that_very_token(
-    model_path, num_minibatches
+    model_path, num_minibatches, micro_batch_tokens, num_groups
 ):
     groups = some_groups()
-    step = packed(groups, num_detailed_groups=4, num_minibatches=num_minibatches)
+    step = packed(
+        groups, num_detailed_groups=num_groups, num_minibatches=num_minibatches,
+        micro_batch_tokens=micro_batch_tokens,
+    )  # fmt: skip
     policy = load_policy(model_path)
     with torch.no_grad():
         wanted = {
@@ -51,7 +57,7 @@ def test_each_recorded_token_has_the_log_prob_and_weight_of_that_very_token(
     optimizer = make_optimizer(policy, learning_rate=0.0)
     details = run_step(policy, optimizer, step).details
     cap = AlgorithmConfig().correction.cap
-    assert len(wanted) == 12  # 4 groups of 3
+    assert len(wanted) == 3 * num_groups
     for (g, r), place in step.details.items():
         member = groups[g].rollouts[r]
         inside = slice(place, place + len(member.completion_tokens))

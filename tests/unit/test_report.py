@@ -58,6 +58,14 @@ def test_a_metric_that_only_some_steps_have_is_null_elsewhere():
     assert columns(records) == {"step": [0, 1, 2], "a": [1, None, 0.123457]}
 
 
+def test_numbers_that_json_does_not_have_are_none(run_dir):
+    append(run_dir / "evals.jsonl", '{"version": 9, "mean_score": NaN, "seconds": -Infinity}\n')
+    write_lines(run_dir / "drops.jsonl", [{"scores": [float("nan"), 1.0], "version": 0}])
+    data = write_report(run_dir, run_dir / "page.html")
+    assert data["evals"][-1] == {"version": 9, "mean_score": None, "seconds": None}
+    assert data["drops"][0]["scores"] == [None, 1.0]
+
+
 @pytest.mark.parametrize("name", ["metrics", "rollouts", "evals", "drops"])
 @pytest.mark.parametrize("cut", ['{"step": 9, "rew', "{", '{"step": 9, "text": "é', "\x00\x00"])
 def test_a_line_that_is_being_written_changes_nothing(run_dir, name, cut):

@@ -8,7 +8,7 @@ import subprocess
 from importlib import resources
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.report.data import collect
@@ -58,6 +58,7 @@ def test_what_a_model_writes_ends_no_element_and_comes_back_as_it_was(evil_run):
     assert row[2] == EVIL.replace("\ud800", "?")
 
 
+@example("<!-- & -->\u2028\u2029")
 @given(st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_embedded_json_is_the_same_value_without_a_character_that_html_reads(value):
     text = embedded(value)

@@ -84,10 +84,13 @@ def test_other_ranks_of_the_learner_are_not_counted_twice():
 
 
 def test_steps_that_a_resumed_run_made_again_are_those_of_the_second_attempt():
-    first = life([("wait_batch", 0, 1)], end=31.0, versions=[(1, 10.0), (2, 20.0), (3, 30.0)])
-    # Resumed at version 1, which it publishes before it waits for a batch.
-    second = life([("wait_batch", 52, 55)], start=50.0, versions=[(1, 51.0), (2, 60.0), (3, 70.0)])
-    assert step_windows([first, second]) == {0: (0.0, 10.0), 1: (52.0, 60.0), 2: (60.0, 70.0)}
+    first = life(
+        [("wait_batch", 0, 1)], end=31.0, versions=[(1, 5.0), (2, 10.0), (3, 20.0), (4, 30.0)]
+    )
+    # Resumed at version 2, which it publishes before it waits for a batch.
+    second = life([("wait_batch", 52, 55)], start=50.0, versions=[(2, 51.0), (3, 60.0)])
+    # Step 3, made by the first attempt alone, is none of the surviving history.
+    assert step_windows([first, second]) == {0: (0.0, 5.0), 1: (5.0, 10.0), 2: (52.0, 60.0)}
 
 
 def test_strips_cover_the_run_and_its_training_and_sum_to_the_time_a_process_lived():

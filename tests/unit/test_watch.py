@@ -137,7 +137,7 @@ def test_watching_ends_with_the_run(tmp_path):
         make_run(folder)
         (folder / "summary.json").unlink()
         viewer = threading.Thread(
-            target=watch, args=(folder,), kwargs={"once": False, "console": screen}
+            target=watch, args=(folder,), kwargs={"once": False, "console": screen}, daemon=True
         )
         viewer.start()
         append(folder / "metrics.jsonl", step_record(4))
