@@ -228,7 +228,8 @@ def _run_in(run_dir: Path, config: RunConfig) -> int:
     code = supervisor.run()
     found = summary(run_dir) | {"wall_minutes": round((time.monotonic() - started_s) / 60, 2)}
     outcome = {0: "done", 130: "interrupted"}.get(code, "failed")
-    (run_dir / "summary.json").write_text(json.dumps(found | {"outcome": outcome}, indent=1) + "\n")
+    ended = {"outcome": outcome} | ({"failure": supervisor.failure} if supervisor.failure else {})
+    (run_dir / "summary.json").write_text(json.dumps(found | ended, indent=1) + "\n")
     for key, value in found.items():
         console.print(f"  {key}: {value}", markup=False)
     console.print(f"run {config.name} {outcome}: {run_dir}", markup=False)

@@ -31,8 +31,7 @@ from asyncrl.weights.buffers import remove_leftovers
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""End the run; SIGHUP is a terminal or an ssh session that was closed."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: a terminal was closed
 
 _POLL_S = 0.2
 _TERMINATE_S = 4.0
@@ -53,6 +52,7 @@ class Supervisor:
     run_dir: Path
     run_id: str
     say: Callable[[str], None]
+    failure: str = ""  # why the run failed
     _children: dict[str, Child] = field(default_factory=dict)
     _stopping: bool = False
 
@@ -72,6 +72,7 @@ class Supervisor:
             return 130
         except (AsyncRLError, OSError) as error:
             self._stopping = True
+            self.failure = str(error)
             self.say(f"FAILED: {error}")
             return 2 if isinstance(error, ConfigError) else 1
         finally:

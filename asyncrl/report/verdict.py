@@ -5,7 +5,7 @@
 | running     | a supervisor holds the folder's lock, or its records grew within a minute |
 | done        | summary.json of the newest attempt says so                               |
 | interrupted | "                                                                        |
-| failed      | ", or a process left an error                                            |
+| failed      | ", with the cause; or a process left an error                            |
 | killed      | none of these: whoever supervised it was killed                          |
 | empty       | the folder holds no run                                                  |
 """
@@ -39,6 +39,8 @@ def read_verdict(run_dir: Path) -> Verdict:
     summary = _newest_summary(run_dir)
     if summary.get("outcome") == "done":
         return Verdict("done", "all steps were trained")
+    if summary.get("failure"):
+        return Verdict("failed", str(summary["failure"]))
     failed = [path.stem for path in (run_dir / "errors").glob("*.json") if read_object(path)]
     if failed:
         return Verdict("failed", root_cause(run_dir, [(name, 1) for name in failed]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.report.verdict import read_verdict
 from tests.models import make_tiny_model
 from tests.process.runs import (
     alive,
@@ -138,6 +139,9 @@ def test_a_killed_learner_or_broker_ends_the_run_with_its_name(
     code, output = finish(process, timeout_s=60)
     assert code == 1, output
     assert f"FAILED: {role}: killed by SIGKILL" in output
+    verdict = read_verdict(run_dir)
+    assert verdict.state == "failed"
+    assert verdict.text.startswith(f"{role}: killed by SIGKILL")
     assert not [pid for pid in family if alive(pid)]
 
 

@@ -176,6 +176,9 @@ def test_how_a_run_ended_is_read_from_what_it_left(tmp_path, monkeypatch):
     verdict = read_verdict(run_dir)
     assert verdict.state == "failed"
     assert "broker: NoProgressError: nothing came" in verdict.text  # the cause, not its messenger
+    # The supervisor knows more: of a killed process nobody else leaves a word.
+    summary.write_text('{"outcome": "failed", "failure": "learner: killed by SIGKILL"}')
+    assert read_verdict(run_dir).text == "learner: killed by SIGKILL"
     assert read_verdict(tmp_path).state == "empty"
 
 
