@@ -11,31 +11,25 @@
     asyncrl watch RUN [--once]                      the same in the terminal, while the run goes on
     asyncrl dashboard --entity NAME                 a saved W&B workspace with the sections of the metrics
 
-A process is imported only when asked for. The outermost frame of each process is here: it turns an
-error into one line, a record for the supervisor, and an exit code (0 done, 1 failed, 2 usage or config).
+A process is imported only when asked for; guard.py is the outermost frame of each. Exit codes: 0 done,
+1 failed, 2 usage or config.
 """
 
 import argparse
-import contextlib
 import json
-import logging
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from asyncrl.causes import error_file
 from asyncrl.config import RunConfig, read_config, to_toml
 from asyncrl.errors import ConfigError
-from asyncrl.family import die_with_parent
-from asyncrl.run_folder import read_key, run_folder
+from asyncrl.guard import guard, leave
+from asyncrl.run_folder import check_model, read_key, run_folder
 from asyncrl.sweep.settings import SweepSettings, read_sweep
-
-log = logging.getLogger("asyncrl")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -187,8 +181,8 @@ def _probe(config: RunConfig, options: argparse.Namespace) -> int:
         probe.run(config, num_cores=num_cores, record=record, say=print)
 
     if options.supervised:
-        return _guard("probe", options, measure)
-    _check_model(config)
+        return _as("probe", options, measure)
+    check_model(config)
     measure()
     return 0
 
@@ -197,7 +191,7 @@ def _run(config: RunConfig, _options: argparse.Namespace) -> int:
     from asyncrl.tasks import make_task
 
     make_task(config.task, seed=config.seed)  # a broken data file fails here, not in a log
-    _check_model(config)
+    check_model(config)
     if config.broker.token_path:
         read_key(Path(config.broker.token_path))
     with run_folder(config) as run_dir:
@@ -238,17 +232,6 @@ def _run_in(run_dir: Path, config: RunConfig) -> int:
     return code
 
 
-def _check_model(config: RunConfig) -> None:
-    """A path that can only be a local folder must hold a model, before anything is started."""
-    path = Path(config.model.path)
-    looks_local = path.is_absolute() or config.model.path.startswith((".", "~", "models/"))
-    if (looks_local or path.exists()) and not (path / "config.json").is_file():
-        raise ConfigError(
-            f"model.path={config.model.path!r} holds no model (no config.json); give a Hugging Face "
-            "id or a folder written by save_pretrained (`make model` makes the packaged one)"
-        )
-
-
 def _broker(config: RunConfig, options: argparse.Namespace) -> int:
     from asyncrl.broker import process
 
@@ -265,7 +248,7 @@ def _broker(config: RunConfig, options: argparse.Namespace) -> int:
             drops=options.run_dir / "drops.jsonl",
         )
 
-    return _guard("broker", options, serve)
+    return _as("broker", options, serve)
 
 
 def _learner(config: RunConfig, options: argparse.Namespace) -> int:
@@ -280,9 +263,9 @@ def _learner(config: RunConfig, options: argparse.Namespace) -> int:
             run_dir=options.run_dir,
         )
 
-    code = _guard("learner", options, train)
+    code = _as("learner", options, train)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _leave(code)  # a thread of gloo that outlives its group makes that an abort
+        leave(code)  # a thread of gloo that outlives its group makes that an abort
     return code
 
 
@@ -300,62 +283,17 @@ def _generator(config: RunConfig, options: argparse.Namespace) -> int:
             incarnation=options.incarnation,
         )
 
-    code = _guard(options.name, options, generate)
+    code = _as(options.name, options, generate)
     if code:
-        _leave(code)  # vLLM may wait there for a worker that has died
+        leave(code)  # vLLM may wait there for a worker that has died
     return code
 
 
-def _leave(code: int) -> NoReturn:
-    """End this process without the interpreter's own exit, in which libraries may hang or abort."""
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(code)
+def _as(name: str, options: argparse.Namespace, body: Callable[[], None]) -> int:
+    return guard(name, body, run_dir=options.run_dir, supervised=options.supervised)
 
 
 def _token(config: RunConfig, options: argparse.Namespace) -> str:
     if options.token_file is not None:
         return read_key(options.token_file)
     return read_key(Path(config.broker.token_path)) if config.broker.token_path else ""
-
-
-def _guard(name: str, options: argparse.Namespace, body: Callable[[], None]) -> int:
-    """The outermost frame of a process: logging, signals, and every error on record."""
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    if options.supervised:
-        die_with_parent(os.getppid())
-    signal.signal(signal.SIGTERM, _exit_on_signal)
-    path = error_file(options.run_dir, name)
-    try:
-        if not options.supervised:
-            path.unlink(missing_ok=True)  # of an earlier run; a supervisor has removed it
-        body()
-    except Exception as error:
-        log.exception("%s failed", name)
-        record = {"type": type(error).__name__, "message": str(error), "time_s": time.time()}
-        _record_first(path, json.dumps(record) + "\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
-
-
-def _record_first(path: Path, text: str) -> None:
-    """Write `path` as a whole unless it exists: of several ranks the first to fail is the cause."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text)
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-    except OSError as error:  # a full disk may be the very failure
-        log.error("%s could not be written: %s", path, error)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-
-
-def _exit_on_signal(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)

@@ -143,3 +143,18 @@ def write_private(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
+
+
+def check_model(config: RunConfig) -> None:
+    """A path that can only be a local folder must hold a model, before anything is started.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    path = Path(config.model.path)
+    looks_local = path.is_absolute() or config.model.path.startswith((".", "~", "models/"))
+    if (looks_local or path.exists()) and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={config.model.path!r} holds no model (no config.json); give a Hugging Face "
+            "id or a folder written by save_pretrained (`make model` makes the packaged one)"
+        )

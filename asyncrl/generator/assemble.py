@@ -44,26 +44,12 @@ def run(
         traces and traces / f"{name}.jsonl", process=name, kind="generator",
         since_s=process_start_s(), grain_s=_TRACE_GRAIN_S,
     )  # fmt: skip
-    engine = make_engine(
-        config.model.path,
-        config.engine,
-        lora=config.lora,
-        max_staleness=config.pipeline.max_staleness,
-        on_prefill=partial(tracer.add, "generator/prefill", within="generator/decode"),
-    )
-    _check_room(config, engine)
+    engine = _engine(config, tracer)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     renderer = PromptRenderer(tokenizer, make_task(config.task, seed=config.seed))
     renderer.render("train", 0)  # a template that does not fit fails before anything is started
     scorers = _scorer_tracers(traces, name, config.scoring.num_workers)
-    pool = ScoringPool(
-        config.task,
-        config.seed,
-        num_workers=config.scoring.num_workers,
-        deadline_s=config.scoring.deadline_s,
-        max_memory_bytes=config.scoring.max_memory_bytes,
-        on_busy=partial(_write_score, scorers),
-    )
+    pool = _pool(config, scorers)
     hello = Hello(
         role="generator", name=name, run_id=run_id, config_digest=config.digest, token=token,
         incarnation=incarnation,
@@ -102,6 +88,29 @@ def run(
         for each in (tracer, *scorers):
             each.close()
         engine.close()
+
+
+def _engine(config: RunConfig, tracer: Tracer) -> Engine:
+    engine = make_engine(
+        config.model.path,
+        config.engine,
+        lora=config.lora,
+        max_staleness=config.pipeline.max_staleness,
+        on_prefill=partial(tracer.add, "generator/prefill", within="generator/decode"),
+    )
+    _check_room(config, engine)
+    return engine
+
+
+def _pool(config: RunConfig, scorers: list[Tracer]) -> ScoringPool:
+    return ScoringPool(
+        config.task,
+        config.seed,
+        num_workers=config.scoring.num_workers,
+        deadline_s=config.scoring.deadline_s,
+        max_memory_bytes=config.scoring.max_memory_bytes,
+        on_busy=partial(_write_score, scorers),
+    )
 
 
 def _scorer_tracers(traces: Path | None, generator: str, num_workers: int) -> list[Tracer]:

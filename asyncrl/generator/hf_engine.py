@@ -182,9 +182,7 @@ class HFEngine:
     def adopt(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the weights; running completions go on under `version` with their cache kept.
 
-        Nothing of `tensors` is kept. The version may rise, stay (new weights of another epoch) or,
-        as long as no running completion has tokens of a higher one, fall: their order is the
-        caller's business.
+        Nothing of `tensors` is kept. The version may rise, stay (weights of another epoch) or fall.
 
         Raises:
             WeightMismatchError: a name or shape is not this model's, one is missing, or running
@@ -200,10 +198,8 @@ class HFEngine:
             self._merger.load(tensors)
         else:
             load_state(self._model, tensors)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(
-                self._device
-            ).synchronize()  # the offer may be overwritten now
+        if self._device.type == "cuda":  # the offer may be overwritten now
+            torch.cuda.current_stream(self._device).synchronize()
         self._version = version
 
     def abort(self, request_id: int) -> list[Completion]:

@@ -34,12 +34,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 
 from asyncrl.config import VllmEngineConfig
-from asyncrl.errors import ConfigError, DeviceError, WeightMismatchError
+from asyncrl.errors import ConfigError, WeightMismatchError
 from asyncrl.generator.engine import Precision
 from asyncrl.generator.engine_workers import EngineWorkers
 from asyncrl.generator.hf_model import choose_device, choose_dtype
 from asyncrl.generator.memory import shared_gpu_arguments
 from asyncrl.generator.model_facts import ModelFacts
+from asyncrl.generator.vllm_failures import start_failure
 from asyncrl.generator.vllm_reload import Reloader
 from asyncrl.generator.vllm_worker import EXTENSION
 
@@ -187,12 +188,7 @@ class Core:
                 EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
             )
         except (ValueError, RuntimeError, OSError, ImportError, KeyError, AssertionError) as error:
-            if is_device_fault(error):
-                raise DeviceError(
-                    f"vLLM failed on the GPU while it started: {_one_line(error)} (that need not happen "
-                    "again; engine.enforce_eager=true goes without CUDA graphs)"
-                ) from error
-            raise ConfigError(explain_start_failure(arguments["model"], error)) from error
+            raise start_failure(arguments["model"], error) from error
         self._workers.started()
         self._reloader = Reloader(self._llm)
         self._client = self._llm.engine_core
@@ -276,55 +272,3 @@ class Core:
         """
         if not self._workers.are_lost:
             self._client.shutdown()
-
-
-_ADVICE = (
-    (
-        ("memory", "kv cache", "max_num_seqs"),
-        "change engine.gpu_memory_utilization, or lower engine.max_concurrent_completions, "
-        "engine.max_prompt_tokens or engine.max_completion_tokens",
-    ),
-    (("quantiz", "fp8"), "change engine.quantization or engine.dtype"),
-    (("tensor parallel", "world size", "world_size"), "change engine.tensor_parallel_size"),
-    (
-        ("architecture",),
-        "vLLM does not have it: set engine.kind='hf', or change model.path",
-    ),
-    (("dtype", "float16", "float32"), "change engine.dtype"),
-)
-"""Words of a failure, and the keys that change it; the first that fits counts."""
-
-_MAX_CAUSE_LENGTH = 400
-
-
-_LASTING = (
-    "out of memory", "ALLOC_FAILED", "no kernel image", "busy or unavailable", "invalid device",
-)  # fmt: skip
-"""Of CUDA errors: those that another try does not change."""
-
-
-def is_device_fault(error: Exception) -> bool:
-    """Whether a kernel failed: 0.26 was seen to end so, in one start of four, capturing CUDA graphs."""
-    cause = str(error)
-    return "CUDA error" in cause and not any(words in cause for words in _LASTING)
-
-
-def _one_line(error: Exception) -> str:
-    cause = " ".join(str(error).split()) or type(error).__name__
-    # What pydantic puts around a message of vLLM's.
-    return re.sub(r"^\d+ validation errors? for \w+ Value error, | \[type=.*$", "", cause)
-
-
-def explain_start_failure(path: str, error: Exception) -> str:
-    """One sentence from whatever vLLM raised: the cause, and the key that changes it."""
-    cause = _one_line(error)
-    lowered = cause.lower()
-    advice = next(
-        (keys for words, keys in _ADVICE if any(word in lowered for word in words)),
-        "check the files in model.path",
-    )
-    if isinstance(error, torch.OutOfMemoryError):
-        advice = _ADVICE[0][1]
-    if len(cause) > _MAX_CAUSE_LENGTH:
-        cause = cause[:_MAX_CAUSE_LENGTH] + " ..."
-    return f"vLLM cannot start with model.path={path!r}: {cause} ({advice})"

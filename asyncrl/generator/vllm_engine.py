@@ -16,7 +16,6 @@ has the version of its first token; and blocks are cached under a salt of their 
 new request ever reads a block of older weights.
 """
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -45,7 +44,7 @@ from asyncrl.generator.vllm_compat import (
     scoring_params,
 )
 from asyncrl.generator.vllm_lora import LoraServing
-from asyncrl.generator.vllm_rows import Row
+from asyncrl.generator.vllm_rows import Row, completion_seed
 from asyncrl.types import FinishReason
 
 
@@ -295,9 +294,3 @@ class VllmEngine:
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """What vLLM calls otherwise (abort, error, repetition) cannot be trained on."""
-
-
-def completion_seed(seed: int, index: int) -> int:
-    """Seed of completion `index` of a request: 63 bits, distinct for distinct (seed, index)."""
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -31,6 +31,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLMEngine
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
@@ -172,7 +173,7 @@ class LoraServing:
         """For the model in `path`, which nothing is loaded of before `start`.
 
         Raises:
-            ConfigError: lora.target_modules does not fit it.
+            ConfigError: lora.target_modules does not fit it, or vLLM has no kernels for its type.
         """
         self.arguments: dict[str, Any] = {}
         """EngineArgs beside those of every engine."""
@@ -187,6 +188,11 @@ class LoraServing:
         self._base: BaseWeights | None = None
         self._offer = AdapterOffer(model.state, model.linear, lora) if lora.rank else None
         if self._offer is not None and lora.serving == "pinned":
+            if self._dtype == torch.float32 and current_platform.is_cuda():
+                raise ConfigError(
+                    'engine.dtype="float32" with lora.serving="pinned": vLLM\'s adapters take 16 bits '
+                    'on a GPU; use engine.dtype="bfloat16" or lora.serving="merged"'
+                )
             self.arguments = lora_arguments(
                 lora,
                 self._offer.modules,

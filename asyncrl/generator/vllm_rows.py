@@ -1,5 +1,6 @@
 """The vLLM engine's book of one completion: what was asked, what was sampled, under which version."""
 
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,3 +38,9 @@ class Row:
             ),
             finish_reason=finish_reason,
         )
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """Seed of completion `index` of a request: 63 bits, distinct for distinct (seed, index)."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -57,10 +57,18 @@ def run(config: RunConfig, *, endpoint: str, run_id: str, token: str, run_dir: P
         cursor=found.facts.cursor if found is not None else 0,
         resumed=found is not None,
     )
-    if ranks.rank == 0:
-        _lead(config, endpoint, run_id, token, run_dir, start, ranks, policy, optimizer, prober)
-    else:
-        _follow(config, run_dir, start, ranks, policy, optimizer, prober)
+    tracer = _tracer(config, run_dir, ranks.rank)
+    parts: dict[str, Any] = {
+        "config": config, "run_dir": run_dir, "start": start, "ranks": ranks, "policy": policy,
+        "optimizer": optimizer, "prober": prober, "tracer": tracer,
+    } | _optional_parts(config, ranks, policy, optimizer)  # fmt: skip
+    try:
+        if ranks.rank == 0:
+            _lead(config, endpoint, run_id, token, parts)
+        else:
+            _follow(config, parts)
+    finally:
+        tracer.close()
     ranks.leave()
 
 
@@ -105,20 +113,11 @@ def published_weights(policy: Policy) -> list[tuple[str, torch.Tensor]]:
     )
 
 
-def _lead(
-    config: RunConfig,
-    endpoint: str,
-    run_id: str,
-    token: str,
-    run_dir: Path,
-    start: StartPoint,
-    ranks: Ranks,
-    policy: Policy,
-    optimizer: Optimizer,
-    prober: Prober | None,
-) -> None:
-    """Rank 0: the broker's peer, the publisher, the record keeper."""
-    weights, dtype = published_weights(policy), publication_dtype(config, policy)
+def _lead(config: RunConfig, endpoint: str, run_id: str, token: str, parts: dict[str, Any]) -> None:
+    """Rank 0: the broker's peer, the publisher, the record keeper; `parts` are those of every rank."""
+    start: StartPoint = parts["start"]
+    run_dir: Path = parts["run_dir"]
+    weights, dtype = published_weights(parts["policy"]), publication_dtype(config, parts["policy"])
     transport = choose_transport(
         config.weights.transport,
         is_local=config.is_loopback,
@@ -144,28 +143,19 @@ def _lead(
             config, run_dir=run_dir, run_id=run_id, first_version=start.version,
             pieces=Pieces(tokenizer),
         )  # fmt: skip
-        tracer = _tracer(config, run_dir, ranks.rank)
         _mark_joined(run_dir)
+        parts["tracer"].joined()
         try:
             Learner(
-                config=config,
-                run_dir=run_dir,
-                start=start,
-                ranks=ranks,
-                policy=policy,
-                optimizer=optimizer,
                 tokenizer=tokenizer,
-                inbox=Inbox(mailbox, ranks, no_progress_s=config.pipeline.no_progress_s),
+                inbox=Inbox(mailbox, parts["ranks"], no_progress_s=config.pipeline.no_progress_s),
                 snapshotter=Snapshotter(weights, dtype=dtype, buffers=publisher.buffers),
                 publisher=publisher,
                 recorder=recorder,
-                tracer=tracer,
-                prober=prober,
-                **_optional_parts(config, ranks, policy, optimizer),
+                **parts,
             ).run()
         finally:
             recorder.close()
-            tracer.close()
             publisher.close()
     finally:
         error = sys.exception()
@@ -179,46 +169,25 @@ def _mark_joined(run_dir: Path) -> None:
     path.touch()
 
 
-def _follow(
-    config: RunConfig,
-    run_dir: Path,
-    start: StartPoint,
-    ranks: Ranks,
-    policy: Policy,
-    optimizer: Optimizer,
-    prober: Prober | None,
-) -> None:
+def _follow(config: RunConfig, parts: dict[str, Any]) -> None:
     """Another rank: the same steps on its share of each batch."""
-    weights = published_weights(policy)
-    tracer = _tracer(config, run_dir, ranks.rank)
-    try:
-        Learner(
-            config=config,
-            run_dir=run_dir,
-            start=start,
-            ranks=ranks,
-            policy=policy,
-            optimizer=optimizer,
-            tokenizer=None,
-            inbox=Inbox(None, ranks, no_progress_s=config.pipeline.no_progress_s),
-            snapshotter=Snapshotter(weights, dtype=publication_dtype(config, policy), buffers=None),
-            publisher=None,
-            recorder=None,
-            tracer=tracer,
-            prober=prober,
-            **_optional_parts(config, ranks, policy, optimizer),
-        ).run()
-    finally:
-        tracer.close()
+    weights, dtype = published_weights(parts["policy"]), publication_dtype(config, parts["policy"])
+    parts["tracer"].joined()
+    Learner(
+        tokenizer=None,
+        inbox=Inbox(None, parts["ranks"], no_progress_s=config.pipeline.no_progress_s),
+        snapshotter=Snapshotter(weights, dtype=dtype, buffers=None),
+        publisher=None,
+        recorder=None,
+        **parts,
+    ).run()
 
 
 def _tracer(config: RunConfig, run_dir: Path, rank: int) -> Tracer:
     """This rank's, from the start of its process on."""
     name = "learner" if rank == 0 else f"learner-{rank}"
     path = run_dir / "trace" / f"{name}.jsonl" if config.telemetry.trace else None
-    tracer = Tracer(path, process=name, kind="learner", since_s=process_start_s())
-    tracer.joined()
-    return tracer
+    return Tracer(path, process=name, kind="learner", since_s=process_start_s())
 
 
 def _optional_parts(

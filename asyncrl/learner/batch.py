@@ -127,16 +127,20 @@ def build_step(
             "tokens/forward": float(sum(m.forward_tokens for m in minibatches)),
             **_staleness_sums(trained, max_staleness),
         },
-        counts={
-            "token": float(num_tokens),
-            "rollout": float(sum(len(group.rollouts) for group in groups)),
-            "scored": float(sum(r.verdict.score is not None for g in groups for r in g.rollouts)),
-            "group": float(len(groups)),
-        },
+        counts=_counts(groups, num_tokens),
         advantages=tuple(advantages),
         details=details,
         num_detailed_tokens=num_detailed_tokens,
     )
+
+
+def _counts(groups: Sequence[RolloutGroup], num_tokens: int) -> dict[str, float]:
+    return {
+        "token": float(num_tokens),
+        "rollout": float(sum(len(group.rollouts) for group in groups)),
+        "scored": float(sum(r.verdict.score is not None for g in groups for r in g.rollouts)),
+        "group": float(len(groups)),
+    }
 
 
 def split_for_ranks(step: StepBatch, rank: int, world: int) -> StepBatch:

@@ -10,7 +10,6 @@ chunk with a wrong digest is asked for once more.
 """
 
 import fcntl
-import hashlib
 import mmap
 import os
 import re
@@ -28,6 +27,7 @@ from asyncrl.weights.manifest import (
     MAX_MANIFEST_BYTES,
     Buffer,
     Manifest,
+    digest,
     find_corrupt_chunk,
 )
 from asyncrl.wire import messages
@@ -226,9 +226,8 @@ class ChunkFetcher:
         self, channel: Channel, announcement: Announcement, manifest: Manifest, memory: mmap.mmap
     ) -> bool:
         """Fill `memory`; False if the version went away meanwhile."""
-        waiting = deque(range(manifest.num_chunks))
+        waiting, suspect = deque(range(manifest.num_chunks)), set[int]()
         deadlines: dict[int, float] = {}  # of the chunks in flight, oldest first
-        suspect: set[int] = set()
         while waiting or deadlines:
             while waiting and len(deadlines) < self._chunks_in_flight:
                 index = waiting.popleft()
@@ -245,9 +244,8 @@ class ChunkFetcher:
             del deadlines[chunk.index]
             start, end = manifest.chunk_range(chunk.index)
             frame = answer.frames[0]
-            is_right = len(frame) == end - start and (
-                hashlib.sha256(frame).digest() == manifest.chunk_digests[chunk.index]
-            )
+            expected = manifest.chunk_digests[chunk.index]
+            is_right = len(frame) == end - start and digest(frame, manifest.digest_kind) == expected
             if is_right:
                 memory[start:end] = frame
             elif chunk.index in suspect:

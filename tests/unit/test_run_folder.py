@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.causes import error_file, root_cause
-from asyncrl.cli import _record_first
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.family import children, kill_orphans
+from asyncrl.guard import record_first
 from asyncrl.run_folder import read_key, run_folder
 
 
@@ -84,8 +84,8 @@ def test_the_earliest_error_is_the_cause_and_a_messenger_never_is(tmp_path: Path
 
 def test_of_several_ranks_the_first_to_fail_is_on_record(tmp_path: Path) -> None:
     path = error_file(tmp_path, "learner")
-    _record_first(path, "first")
-    _record_first(path, "second")
+    record_first(path, "first")
+    record_first(path, "second")
     assert path.read_text() == "first"
     assert list(path.parent.iterdir()) == [path]
 
@@ -93,7 +93,7 @@ def test_of_several_ranks_the_first_to_fail_is_on_record(tmp_path: Path) -> None
 def test_an_error_that_a_full_disk_swallowed_is_put_down_to_it(tmp_path: Path) -> None:
     path = tmp_path / "errors"
     path.symlink_to("/dev/full")  # as little room as there is; not a folder either
-    _record_first(path / "learner.json", "x")
+    record_first(path / "learner.json", "x")
     assert root_cause(tmp_path, [("learner", 1)]).startswith("learner: exit code 1 (log")
     # /proc is a file system without any free byte.
     assert "the disk of run_dir is full" in root_cause(Path("/proc"), [("learner", 1)])

@@ -13,6 +13,7 @@ from asyncrl.errors import ConfigError, DeviceError
 from asyncrl.generator.engines import make_engine
 from asyncrl.generator.memory import divide
 from asyncrl.generator.model_facts import describe_model
+from asyncrl.generator.vllm_failures import is_device_fault
 from tests.models import make_tiny_model
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
@@ -145,4 +146,4 @@ def test_a_kernel_that_fails_at_the_start_is_no_matter_of_settings(tiny, monkeyp
     with pytest.raises(DeviceError, match=r"illegal memory access .*need not happen again"):
         start(tiny)
     for lasting in ("out of memory", "no kernel image is available", "invalid device ordinal"):
-        assert not compat.is_device_fault(RuntimeError(f"CUDA error: {lasting}"))
+        assert not is_device_fault(RuntimeError(f"CUDA error: {lasting}"))
