@@ -12,6 +12,13 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, DeviceError, WeightMismatchError
 
+_SIGNALS = {
+    signal.SIGBUS: "a file that it had mapped got shorter (model files written over in place?), "
+    "or /dev/shm is full",
+    signal.SIGKILL: "by somebody, or by the kernel for want of memory: see dmesg",
+}
+"""What is behind a signal that tells nothing by itself."""
+
 _FULL_BYTES = 2**16
 """A disk with less room than this has just refused something."""
 
@@ -28,6 +35,8 @@ def cause(run_dir: Path, name: str, code: int) -> str:
         what = f"{error['type']}: {error['message']}"
     elif code < 0:
         what = f"killed by {signal.Signals(-code).name}"
+        if hint := _SIGNALS.get(signal.Signals(-code)):
+            what += f" ({hint})"
     else:
         what = f"exit code {code}"
         if _is_full(run_dir):
