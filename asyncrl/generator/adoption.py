@@ -46,7 +46,7 @@ class Adopter:
             first = np.array(probe.first_logprobs, np.float32)
             self._canary = Canary(scores, first, precision=self._engine.precision)
         with self._tracer.span("generator/adopt"):
-            self._engine.adopt(staged.version, staged.tensors())
+            self._engine.adopt(staged.version, staged.tensors(), file=staged.file)
         self.totals["adopted"] += 1
         if self._canary is not None and probe is not None and probe.logprobs is not None:
             if staged.epoch != self._epoch:

@@ -14,6 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.types import FinishReason, VersionSpan
+from asyncrl.weights.shared_file import SharedFile
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 """What an engine computes in."""
@@ -93,10 +96,13 @@ class Engine(Protocol):
     def step(self) -> list[Completion]:
         """Start what fits, sample one token for every running completion, return the finished."""
 
-    def adopt(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def adopt(self, version: int, tensors: NamedTensors, *, file: SharedFile | None = None) -> None:
         """Replace the weights; running completions go on under `version` with their cache kept.
 
-        `tensors` are (name as in the learner's state dict, values); tied parameters come once.
+        Args:
+            version: of the new weights.
+            tensors: (name as in the learner's state dict, values); tied parameters come once.
+            file: the same tensors, for an engine that has worker processes to read them.
 
         Raises:
             WeightMismatchError: a name or shape is not this model's, or one is missing; the old

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from asyncrl.config import EngineConfig, LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.hf_engine import NO_LORA, HFEngine
+from asyncrl.generator.hf_engine import HFEngine
+from asyncrl.generator.memory import NO_LORA
 
 VLLM_ENVIRONMENT = {
     # One process: tensors are handed over by reference, and weights change between two steps.

@@ -15,7 +15,7 @@ between steps, all of them or none; the cache of running rows is kept then (desi
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
@@ -26,18 +26,18 @@ from numpy.typing import NDArray
 
 from asyncrl.config import LoraConfig
 from asyncrl.errors import WeightMismatchError
-from asyncrl.generator.engine import Completion, Precision, SampleRequest
+from asyncrl.generator.engine import Completion, NamedTensors, Precision, SampleRequest
 from asyncrl.generator.hf_batch import CachedModel, PaddedBatch
 from asyncrl.generator.hf_model import choose_device, choose_dtype, load_model, load_state
 from asyncrl.generator.intake import check_request, check_sequence
+from asyncrl.generator.memory import NO_LORA
 from asyncrl.generator.merge import Merger
 from asyncrl.generator.sampling import CompletionStream, nonfinite_rows, sample
 from asyncrl.types import FinishReason, VersionSpan
+from asyncrl.weights.shared_file import SharedFile
 
 MAX_PREFILL_TOKENS = 4096
 """Padded prompt tokens of one step; bounds its time and memory. A longer prompt goes alone."""
-
-NO_LORA = LoraConfig()
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ class HFEngine:
             self._sample(torch.cat(logits))
             return self._remove_finished()
 
-    def adopt(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def adopt(self, version: int, tensors: NamedTensors, *, file: SharedFile | None = None) -> None:
         """Replace the weights; running completions go on under `version` with their cache kept.
 
         Nothing of `tensors` is kept. The version may rise, stay (weights of another epoch) or fall.

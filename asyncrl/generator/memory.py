@@ -12,7 +12,9 @@ prefill_tokens, S sequences, h = hidden size, w = rows of the widest matrix but 
 |-------------|---------------------------------------------------------------------------------------|
 | weights     | numel * b / t; with fp8 every matrix but embedding and head has one byte an element    |
 | staging     | the weights once more as they are published: adoption brings them beside the old ones; |
-|             | twice with lora.serving="merged" (base and sum); room for pinned adapters otherwise    |
+|             | twice with lora.serving="merged" (base and sum). With "pinned" adapters, of rank r,    |
+|             | n = sum over linear modules of (in + out): n * b * ((k + 1) * slot rank + (k + 3) * r) |
+|             | for vLLM's slots, those that are registered, and one that comes in float32             |
 | activations | T * b * (4h + 4w/t) + (S + R) * vocabulary * LOGIT, R = tokens of a scored sequence:   |
 |             | residual, input, norm, output; two halves of an MLP, their product, its fp8 copy;      |
 |             | logits in b and, in sampling, up to three times in float32                             |
@@ -43,6 +45,10 @@ GRAPHS = 51
 
 GRAPH_LAYER = 384 * 2**10
 PROCESS = 3 * 2**29
+NO_LORA = LoraConfig()
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What the rank of vLLM's slots for adapters may be."""
+
 _MAX_SCORED_TOKENS = 1024
 _GIB = 2**30
 
@@ -64,22 +70,16 @@ class Split:
         return self.share - rest
 
 
-def model_copies(lora: LoraConfig) -> int:
-    """Whole models that an engine keeps beside its own weights while it adopts."""
-    return 2 if lora.rank and lora.serving == "merged" else 1
-
-
 def divide(
     config: VllmEngineConfig,
     model: ModelFacts,
     dtype: torch.dtype,
     *,
     total_bytes: int,
-    num_copies: int = 1,
+    lora: LoraConfig = NO_LORA,
+    max_staleness: int = 0,
 ) -> Split:
     """The split of a GPU of `total_bytes` for engine.engines_per_gpu engines that compute in `dtype`.
-
-    Each keeps `num_copies` models for adoption (`model_copies`).
 
     Raises:
         ConfigError: an engine has no room for the cache of a single completion, in figures; or the
@@ -94,7 +94,7 @@ def divide(
     split = Split(
         share=int(config.gpu_memory_utilization * total_bytes / engines),
         weights=weight_bytes(config, model, dtype),
-        staging=num_copies * staging_bytes(config, model, dtype),
+        staging=staging_bytes(config, model, dtype, lora, max_staleness),
         activations=activation_bytes(config, model, dtype),
         graphs=0 if config.enforce_eager else 2 * GRAPHS * model.num_layers * GRAPH_LAYER,
     )
@@ -109,15 +109,19 @@ def shared_gpu_arguments(
     config: VllmEngineConfig,
     model: ModelFacts,
     dtype: torch.dtype,
+    *,
     total_bytes: int,
-    num_copies: int = 1,
+    lora: LoraConfig = NO_LORA,
+    max_staleness: int = 0,
 ) -> dict[str, Any]:
     """EngineArgs that keep one of several engines to its part of a GPU of `total_bytes`.
 
     Raises:
         ConfigError: it does not fit; see the top.
     """
-    split = divide(config, model, dtype, total_bytes=total_bytes, num_copies=num_copies)
+    split = divide(
+        config, model, dtype, total_bytes=total_bytes, lora=lora, max_staleness=max_staleness
+    )
     per_token = cache_bytes_per_token(config, model, dtype)
     full = split.cache // (per_token * _context(config, model))
     log.info(
@@ -144,10 +148,28 @@ def weight_bytes(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype
     return total // config.tensor_parallel_size
 
 
-def staging_bytes(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype) -> int:
-    """Of the copy that an adoption may bring to the GPU before it swaps: published, so not fp8."""
-    plain = config.model_copy(update={"quantization": "none"})
-    return weight_bytes(plain, model, dtype)
+def staging_bytes(
+    config: VllmEngineConfig,
+    model: ModelFacts,
+    dtype: torch.dtype,
+    lora: LoraConfig,
+    max_staleness: int,
+) -> int:
+    """Of what lies on a GPU beside the weights in use, for adoption or as versions of their own."""
+    if lora.rank and lora.serving == "pinned":
+        slots = (max_staleness + 1) * slot_rank(lora.rank)
+        registered = (max_staleness + 3) * lora.rank
+        # All modules: vLLM's fused ones have slots also for parts that lora.target_modules leaves out.
+        width = sum(sum(model.state[f"{name}.weight"].shape) for name in model.linear)
+        return width * dtype.itemsize * (slots + registered)
+    published = config.model_copy(update={"quantization": "none"})
+    copies = 2 if lora.rank else 1
+    return copies * weight_bytes(published, model, dtype)
+
+
+def slot_rank(rank: int) -> int:
+    """That of vLLM's slots for adapters of `rank`."""
+    return next(offered for offered in ADAPTER_RANKS if offered >= rank)
 
 
 def activation_bytes(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype) -> int:
@@ -173,8 +195,9 @@ def prefill_tokens(config: VllmEngineConfig) -> int:
 
 
 def cache_bytes_per_token(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype) -> int:
-    """Of the KV cache, on each GPU of an engine."""
-    return model.kv_values_per_token * dtype.itemsize // config.tensor_parallel_size
+    """Of the KV cache, on each GPU of an engine; more GPUs than heads have copies of these."""
+    per_head = model.kv_values_per_token // model.num_kv_heads
+    return per_head * max(1, model.num_kv_heads // config.tensor_parallel_size) * dtype.itemsize
 
 
 def _context(config: VllmEngineConfig, model: ModelFacts) -> int:

@@ -28,8 +28,9 @@ class ModelFacts:
 
     num_layers: int
     hidden_size: int
+    num_kv_heads: int
     kv_values_per_token: int
-    """Numbers that the cache of one token holds, over all layers."""
+    """Numbers that the cache of one token holds, over all layers and heads."""
 
 
 def describe_model(path: str) -> ModelFacts:
@@ -60,5 +61,6 @@ def describe_model(path: str) -> ModelFacts:
         stop_tokens=tuple(sorted(end_tokens(generation, config, tokenizer))),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
+        num_kv_heads=heads,
         kv_values_per_token=2 * text.num_hidden_layers * heads * width,
     )

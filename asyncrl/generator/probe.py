@@ -15,20 +15,20 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from asyncrl.config import RunConfig, VllmEngineConfig
+from asyncrl.config import LoraConfig, RunConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.choice import COUNTS, Choice, Option, choose, rows_each, table
 from asyncrl.generator.engine import Engine, SampleRequest
 from asyncrl.generator.engines import prepare_vllm
-from asyncrl.generator.hf_engine import NO_LORA
 from asyncrl.generator.hf_model import choose_device, choose_dtype
-from asyncrl.generator.memory import divide, model_copies, prefill_tokens
+from asyncrl.generator.memory import NO_LORA, divide, prefill_tokens
 from asyncrl.generator.model_facts import ModelFacts, describe_model
 
 MAX_CONTEXT = 1024
@@ -76,10 +76,15 @@ def probe(config: RunConfig, *, num_cores: int) -> Choice:
     prepare_vllm()
     model = describe_model(config.model.path)
     blank = [Option(engines=n, rows=rows_each(config, n)) for n in COUNTS]
-    copies = model_copies(config.lora)
-    obstacles = {
-        o.engines: obstacle(engine, model, o, num_cores=num_cores, num_copies=copies) for o in blank
-    }
+    obstacle_to = partial(
+        obstacle,
+        engine,
+        model,
+        num_cores=num_cores,
+        lora=config.lora,
+        max_staleness=config.pipeline.max_staleness,
+    )
+    obstacles = {option.engines: obstacle_to(option) for option in blank}
     rows = {n: o.rows for n, o in zip(COUNTS, blank, strict=True) if not obstacles[n]}
     steps = measure(config, model, rows.values())
     options = []
@@ -106,7 +111,8 @@ def obstacle(
     option: Option,
     *,
     num_cores: int,
-    num_copies: int = 1,
+    lora: LoraConfig = NO_LORA,
+    max_staleness: int = 0,
 ) -> str:
     """Why a place cannot have that many engines; empty if it can."""
     if option.engines == 1:
@@ -128,7 +134,9 @@ def obstacle(
     _, total_bytes = torch.cuda.mem_get_info()
     try:
         changed = engine.model_copy(update=changes)
-        divide(changed, model, dtype, total_bytes=total_bytes, num_copies=num_copies)
+        divide(
+            changed, model, dtype, total_bytes=total_bytes, lora=lora, max_staleness=max_staleness
+        )
     except ConfigError as error:
         return str(error)
     return ""

@@ -175,6 +175,7 @@ class Generator:
     def _adopt(self) -> None:
         """Swap weights between two decode steps, unless an evaluation needs the present ones."""
         if self._evaluation is not None:
+            self._subscriber.prefer_newest()
             return
         staged = self._subscriber.ready()
         if staged is None:

@@ -33,16 +33,17 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 
-from asyncrl.config import VllmEngineConfig
+from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightMismatchError
 from asyncrl.generator.engine import Precision
 from asyncrl.generator.engine_workers import EngineWorkers
 from asyncrl.generator.hf_model import choose_device, choose_dtype
-from asyncrl.generator.memory import shared_gpu_arguments
+from asyncrl.generator.memory import NO_LORA, shared_gpu_arguments
 from asyncrl.generator.model_facts import ModelFacts
 from asyncrl.generator.vllm_failures import start_failure
 from asyncrl.generator.vllm_reload import Reloader
 from asyncrl.generator.vllm_worker import EXTENSION
+from asyncrl.weights.shared_file import SharedFile
 
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -70,7 +71,12 @@ def check_version(version: str = vllm.__version__) -> None:
 
 
 def engine_arguments(
-    path: str, config: VllmEngineConfig, model: ModelFacts, *, num_copies: int = 1
+    path: str,
+    config: VllmEngineConfig,
+    model: ModelFacts,
+    *,
+    lora: LoraConfig = NO_LORA,
+    max_staleness: int = 0,
 ) -> dict[str, Any]:
     """EngineArgs for sampling with the log-probs of what is really sampled, on this device.
 
@@ -110,7 +116,9 @@ def engine_arguments(
         }
     elif config.engines_per_gpu != 1:
         total_bytes = current_platform.get_device_total_memory()
-        arguments |= shared_gpu_arguments(config, model, dtype, total_bytes, num_copies)
+        arguments |= shared_gpu_arguments(
+            config, model, dtype, total_bytes=total_bytes, lora=lora, max_staleness=max_staleness
+        )
     return arguments
 
 
@@ -243,15 +251,17 @@ class Core:
         """Undo `pause`."""
         self._llm.wake_up(tags=["scheduling"])
 
-    def reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def reload(self, tensors: Mapping[str, torch.Tensor], file: SharedFile | None) -> None:
         """Load a whole checkpoint, names as on disk, into the running model; only while paused.
+
+        Workers in other processes read it from `file`, if it lies in one.
 
         Raises:
             PeerLostError: a worker process has died.
             WeightMismatchError: see Reloader.load.
         """
         with self._workers.guard():
-            self._reloader.load(tensors)
+            self._reloader.load(tensors, file)
 
     def recompute(self) -> None:
         """Throw every cached block away; running requests are prefilled again. Only while paused.

@@ -18,7 +18,7 @@ new request ever reads a block of older weights.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -29,10 +29,9 @@ from numpy.typing import NDArray
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.config.engine import MIN_VLLM_TEMPERATURE
 from asyncrl.errors import WeightMismatchError
-from asyncrl.generator.engine import Completion, Precision, SampleRequest
-from asyncrl.generator.hf_engine import NO_LORA
+from asyncrl.generator.engine import Completion, NamedTensors, Precision, SampleRequest
 from asyncrl.generator.intake import check_request, check_sequence
-from asyncrl.generator.memory import model_copies
+from asyncrl.generator.memory import NO_LORA
 from asyncrl.generator.model_facts import describe_model
 from asyncrl.generator.vllm_compat import (
     Core,
@@ -46,6 +45,7 @@ from asyncrl.generator.vllm_compat import (
 from asyncrl.generator.vllm_lora import LoraServing
 from asyncrl.generator.vllm_rows import Row, completion_seed
 from asyncrl.types import FinishReason
+from asyncrl.weights.shared_file import SharedFile
 
 
 class VllmEngine:
@@ -81,7 +81,9 @@ class VllmEngine:
         self._policy = config.cache_policy
         self._precision = precision(config)
         self._serving = LoraServing(path, config, self._model, lora, max_staleness=max_staleness)
-        arguments = engine_arguments(path, config, self._model, num_copies=model_copies(lora))
+        arguments = engine_arguments(
+            path, config, self._model, lora=lora, max_staleness=max_staleness
+        )
         arguments |= self._serving.arguments
         self._core = Core(arguments | dict(more_arguments))
         self._serving.start(self._core.llm, self._core.device, version)
@@ -160,7 +162,7 @@ class VllmEngine:
         finished, self._finished = self._finished, []
         return finished
 
-    def adopt(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def adopt(self, version: int, tensors: NamedTensors, *, file: SharedFile | None = None) -> None:
         """Replace the weights; running completions go on under `version`.
 
         Their caches are kept or recomputed, as `cache_policy` says. Nothing of `tensors` is kept.
@@ -188,7 +190,7 @@ class VllmEngine:
                 f"tokens of version {newest}; spans must ascend: abort them first"
             )
         # From here on an error leaves half of the new weights: it must end this process.
-        self._core.reload(offered)
+        self._core.reload(offered, None if self._serving.merges else file)
         if self._policy == "recompute":
             self._core.recompute()
         self._version = version
@@ -197,10 +199,7 @@ class VllmEngine:
         self._core.resume()
 
     def abort(self, request_id: int) -> list[Completion]:
-        """Finish a request's completions as "abort", with the tokens sampled so far.
-
-        Waiting ones have none. An unknown or finished id gives an empty list.
-        """
+        """Finish a request's completions as "abort", with the tokens sampled so far (waiting: none)."""
         waiting = [request for request in self._waiting if request.request_id == request_id]
         self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
         unstarted = [Row(request, i) for request in waiting for i in range(request.num_completions)]

@@ -36,15 +36,13 @@ from vllm.platforms import current_platform
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.hf_model import choose_device, choose_dtype
+from asyncrl.generator.memory import slot_rank
 from asyncrl.generator.merge import AdapterOffer, merge
 from asyncrl.generator.model_facts import ModelFacts
 from asyncrl.generator.offer import check_offer, collect
 from asyncrl.generator.vllm_lora_worker import EXTENSION
-from asyncrl.generator.vllm_worker import shared_file
+from asyncrl.generator.vllm_worker import as_arguments, shared_file
 from asyncrl.weights.snapshot import named_weights
-
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What max_lora_rank may be."""
 
 
 def lora_arguments(
@@ -54,7 +52,7 @@ def lora_arguments(
     max_loras = max_staleness + 1
     return {
         "enable_lora": True,
-        "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
+        "max_lora_rank": slot_rank(lora.rank),
         "max_loras": max_loras,
         # One for every completion that may run, the newest, and one that is about to be dropped.
         "max_cpu_loras": max(max_loras, max_completions) + 2,
@@ -104,8 +102,8 @@ class PinnedVersions:
     def _register(self, version: int, offered: Mapping[str, torch.Tensor]) -> PinnedVersion:
         number = self._num_made + 1
         if self._is_parallel:
-            with shared_file(offered) as (path, specs):
-                arguments = (number, path, specs, self._settings)
+            with shared_file(offered) as file:
+                arguments = (number, *as_arguments(file), self._settings)
                 self._llm.collective_rpc("put_adapter_from_file", args=arguments)
         else:
             self._llm.collective_rpc("put_adapter", args=(number, offered, self._settings))
@@ -212,6 +210,11 @@ class LoraServing:
             self.pinned = PinnedVersions(llm, self._offer, self._lora, version)
         else:
             self._base = BaseWeights(self._path, self._dtype, self._offer, device)
+
+    @property
+    def merges(self) -> bool:
+        """Whether what is loaded is computed from what is offered."""
+        return self._base is not None
 
     def checked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
         """A whole version by name, out of what the learner publishes; not for pinned ones.

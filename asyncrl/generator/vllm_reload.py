@@ -7,7 +7,8 @@
 |             |                                                    | 0.26), nearly all on the host       |
 | direct      | none: the copies that the model's own load_weights | the copies, started by one call     |
 |             | made once are made again (copy_plan.py)            |                                     |
-| shared file | layerwise in every worker of a parallel engine     | a copy to shared memory besides     |
+| shared file | layerwise in every worker of a parallel engine,    | a copy, if what is offered is not   |
+|             | which maps the file and loads its own shard        | in a file yet (merged adapters)     |
 
 Invariant: what `load` leaves is what the layerwise way would leave. Direct is used only for a dense,
 unquantized model in one worker, and only after a trial on the first load. The tensors are loaded
@@ -18,6 +19,7 @@ bit of the first. A loader that skips, repacks, moves, computes or fails does no
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -27,7 +29,8 @@ from vllm.platforms import current_platform
 
 from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.copy_plan import CopyPlan, record_copies
-from asyncrl.generator.vllm_worker import shared_file
+from asyncrl.generator.vllm_worker import as_arguments, shared_file
+from asyncrl.weights.shared_file import SharedFile
 
 log = logging.getLogger(__name__)
 
@@ -63,15 +66,15 @@ class Reloader:
 
         self._plan: CopyPlan | None = None
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load tensors under their names on disk; nothing of them is kept.
+    def load(self, tensors: Mapping[str, torch.Tensor], file: SharedFile | None) -> None:
+        """Load tensors under their names on disk, from `file` if they are in one; nothing is kept.
 
         Raises:
             WeightMismatchError: the trial did damage that a reload does not repair; the model is lost.
         """
         if self._is_parallel:
-            with shared_file(tensors) as (path, specs):
-                self._llm.collective_rpc("reload_from_file", args=(path, specs))
+            with nullcontext(file) if file is not None else shared_file(tensors) as place:
+                self._llm.collective_rpc("reload_from_file", args=as_arguments(place))
         elif self.direct and self._plan is not None:
             self._plan.carry_out(tensors)
         else:

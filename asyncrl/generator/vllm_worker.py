@@ -1,8 +1,9 @@
 """What asyncrl adds to vLLM's workers when one engine has several (engine.tensor_parallel_size > 1).
 
-Worker processes cannot be handed tensors by reference: the engine lays them out in one file in shared
-memory, and every worker maps it and loads its own shard through vLLM's own loaders. vLLM mixes
-`FileReload` into its worker class in every process (`worker_extension_cls`).
+Worker processes cannot be handed tensors by reference: every worker maps the file that they lie in (the
+learner's snapshot itself, or what was fetched of it) and loads its own shard through vLLM's own loaders.
+What lies in none is laid out in one. vLLM mixes `FileReload` into its worker class in every process
+(`worker_extension_cls`).
 """
 
 import mmap
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.weights.manifest import DTYPE_NAMES, TensorSpec, lay_out, tensor_views
+from asyncrl.weights.shared_file import SharedFile
 
 SHM_DIR = Path("/dev/shm")
 
@@ -44,8 +46,8 @@ class FileReload:
 
 
 @contextmanager
-def shared_file(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The tensors in one file of shared memory, gone when the block ends: its path, and their places.
+def shared_file(tensors: Mapping[str, torch.Tensor]) -> Iterator[SharedFile]:
+    """The tensors in one file of shared memory, gone when the block ends.
 
     Raises:
         OSError: no room in shared memory.
@@ -58,7 +60,12 @@ def shared_file(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list
         mapping = mmap.mmap(descriptor, num_bytes)
         for name, view in tensor_views(memoryview(mapping), specs):
             view.copy_(tensors[name])
-        yield path, [spec.model_dump() for spec in specs]
+        yield SharedFile(path, specs)
     finally:
         os.close(descriptor)
         Path(path).unlink()
+
+
+def as_arguments(file: SharedFile) -> tuple[str, list[dict[str, Any]]]:
+    """The file as a worker's methods take it: they are called over a pipe."""
+    return file.path, [spec.model_dump() for spec in file.tensors]

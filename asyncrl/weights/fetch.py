@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import PeerLostError, ProtocolError, WeightMismatchError
-from asyncrl.weights.buffers import HostBuffer, manifest_path, snapshot_path
+from asyncrl.weights.buffers import manifest_path, snapshot_path
 from asyncrl.weights.manifest import (
     MAX_CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
@@ -30,6 +30,7 @@ from asyncrl.weights.manifest import (
     digest,
     find_corrupt_chunk,
 )
+from asyncrl.weights.shared_file import OpenFile, memory_file
 from asyncrl.wire import messages
 from asyncrl.wire.channel import Channel, Envelope
 from asyncrl.wire.messages import Announcement
@@ -41,10 +42,11 @@ _ENDPOINT = re.compile(r"tcp://[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A verified version; `memory` may be written, which nobody else sees."""
+    """A verified version; `memory`, which shows `file`, may be written, which nobody else sees."""
 
     manifest: Manifest
     memory: mmap.mmap
+    file: OpenFile
 
 
 def read_manifest(
@@ -70,8 +72,8 @@ def map_snapshot(
 ) -> Fetched | None:
     """Map the file of an shm announcement, copy-on-write, and verify it; None if it is gone.
 
-    The mapping holds a shared lock on the file, until the last reference to it or to a view of it
-    dies; so the publisher does not write these pages again before.
+    The file is locked for reading until the last reference to it, to the mapping and to the views of
+    that is gone; so the publisher does not write these pages again before.
 
     Raises:
         ProtocolError: the announced path is not where this run serves that version.
@@ -84,31 +86,28 @@ def map_snapshot(
         )
     try:
         manifest_fd = _open(manifest_path(path))
-        with os.fdopen(manifest_fd, "rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
+        with os.fdopen(manifest_fd, "rb") as manifest_file:
+            data = manifest_file.read(MAX_MANIFEST_BYTES + 1)
         manifest = read_manifest(data, announcement, run_id=run_id, max_total_bytes=max_total_bytes)
-        fd = _open(path)
+        file = OpenFile(_open(path))
     except FileNotFoundError:
         return None
-    try:
-        if not lock_for_reading(fd, path):
-            return None
-        size = os.fstat(fd).st_size
-        if size != manifest.total_bytes:
-            raise WeightMismatchError(
-                f"{path} has {size} bytes, its manifest says {manifest.total_bytes}"
-            )
-        # mmap keeps a duplicate of fd, and so the lock. MAP_PRIVATE: the file is never changed.
-        memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
+    if not lock_for_reading(file.fd, path):
+        return None
+    size = os.fstat(file.fd).st_size
+    if size != manifest.total_bytes:
+        raise WeightMismatchError(
+            f"{path} has {size} bytes, its manifest says {manifest.total_bytes}"
+        )
+    # mmap keeps a duplicate of fd, and so the lock. MAP_PRIVATE: the file is never changed.
+    memory = mmap.mmap(file.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     corrupt = find_corrupt_chunk(memoryview(memory), manifest)
     if corrupt is not None:
         raise WeightMismatchError(
             f"version {manifest.version}: chunk {corrupt} of {manifest.num_chunks} in {path} does "
             "not have the digest that its manifest gives"
         )
-    return Fetched(manifest, memory)
+    return Fetched(manifest, memory, file)
 
 
 def _open(path: Path) -> int:
@@ -151,7 +150,7 @@ class ChunkFetcher:
         self._stopping = threading.Event()
         self._channel: Channel | None = None
         self._endpoint = ""
-        self._memory: mmap.mmap | None = None
+        self._buffer: tuple[mmap.mmap, OpenFile] | None = None
 
     def stop(self) -> None:
         """Make a fetch that is under way return None soon; callable from any thread."""
@@ -216,11 +215,11 @@ class ChunkFetcher:
                 f"version {manifest.version} has {manifest.digest_kind} digests; what comes over a "
                 "network must have sha256"
             )
-        if self._memory is None or len(self._memory) != manifest.total_bytes:
-            self._memory = HostBuffer(manifest.total_bytes).mapping
-        if not self._pull_chunks(channel, announcement, manifest, self._memory):
+        if self._buffer is None or len(self._buffer[0]) != manifest.total_bytes:
+            self._buffer = memory_file(manifest.total_bytes)
+        if not self._pull_chunks(channel, announcement, manifest, self._buffer[0]):
             return None
-        return Fetched(manifest, self._memory)
+        return Fetched(manifest, *self._buffer)
 
     def _pull_chunks(
         self, channel: Channel, announcement: Announcement, manifest: Manifest, memory: mmap.mmap

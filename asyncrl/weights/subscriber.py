@@ -25,6 +25,7 @@ from asyncrl.weights.buffers import SHM_DIR, check_run_id
 from asyncrl.weights.fetch import ChunkFetcher, Fetched, map_snapshot
 from asyncrl.weights.handover import Handover
 from asyncrl.weights.manifest import tensor_views
+from asyncrl.weights.shared_file import OpenFile, SharedFile
 from asyncrl.weights.staging import DeviceStaging
 from asyncrl.wire.messages import Announcement
 
@@ -56,9 +57,11 @@ class StagedWeights:
         """When it was verified and staged, same clock."""
 
         self._tensors: list[tuple[str, torch.Tensor]] | None = on_device
+        self._open_file: OpenFile | None = None
         if on_device is None:
-            manifest = fetched.manifest
-            self._tensors = list(tensor_views(memoryview(fetched.memory), manifest.tensors))
+            self._open_file = fetched.file
+            self._tensors = list(tensor_views(memoryview(fetched.memory), fetched.manifest.tensors))
+        self._specs = fetched.manifest.tensors
         self._on_release = on_release
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,10 +74,15 @@ class StagedWeights:
             raise ValueError(f"the weights of version {self.version} were released")
         return iter(self._tensors)
 
+    @property
+    def file(self) -> SharedFile | None:
+        """The same tensors for other processes, until `release`; None if they are on the GPU."""
+        return SharedFile(self._open_file.path, self._specs) if self._open_file else None
+
     def release(self) -> None:
         """Give the memory back; idempotent."""
         if self._tensors is not None:
-            self._tensors = None
+            self._tensors = self._open_file = None
             self._on_release()
 
 
@@ -120,7 +128,7 @@ class Subscriber:
             max_total_bytes=max_total_bytes,
         )
         self.num_superseded = 0
-        """Versions that were gone before they were fetched."""
+        """Versions that were gone before they were fetched, or dropped by `prefer_newest`."""
 
         self._on_change = on_change
         self._changed = threading.Condition()
@@ -174,6 +182,17 @@ class Subscriber:
         """Whether a newer version is on its way, or waits for its turn."""
         with self._changed:
             return self._busy or self._target is not None
+
+    def prefer_newest(self) -> None:
+        """Drop what is ready if a newer version waits for its place; for whom cannot adopt now.
+
+        Who can must not call it: versions that come faster than they are fetched would all be dropped.
+        """
+        with self._changed:
+            if self._staged is not None and self._target is not None:
+                self._staged.release()
+                self._staged = None
+                self.num_superseded += 1
 
     def wait(self, timeout_s: float) -> StagedWeights | None:
         """`ready`, waiting up to `timeout_s`; None at once when nothing is being fetched."""

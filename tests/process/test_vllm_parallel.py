@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import PeerLostError
+from asyncrl.generator import vllm_worker
 from asyncrl.generator.engines import make_engine
 from asyncrl.generator.vllm_worker import SHM_DIR
 from asyncrl.learner.lora import attach
 from tests.engines import reference_logprobs, request, run
 from tests.models import make_tiny_model
+from tests.unit.weight_peers import TRANSPORTS, fetch, generating, learning
 
 pytestmark = [
     pytest.mark.vllm,
@@ -30,8 +32,10 @@ pytestmark = [
 
 
 def test_two_workers_adopt_weights_and_sample_under_them(tmp_path, monkeypatch):
+    """Offered as they come from a learner, and out of nowhere."""
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
-    paths = [make_tiny_model(tmp_path / str(seed), seed=seed, hidden=128) for seed in range(2)]
+    (tmp_path / "shm").mkdir()
+    paths = [make_tiny_model(tmp_path / str(seed), seed=seed, hidden=128) for seed in range(4)]
     models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in paths]
     config = VllmEngineConfig(
         dtype="float32", enforce_eager=True, tensor_parallel_size=2, max_concurrent_completions=16
@@ -40,10 +44,21 @@ def test_two_workers_adopt_weights_and_sample_under_them(tmp_path, monkeypatch):
     try:
         asks = [request(i, 5 + 40 * i, num_completions=3, max_tokens=12) for i in range(3)]
         for version, model in enumerate(models):
-            if version:
-                published = dict(model.state_dict())
-                del published["lm_head.weight"]  # tied
+            published = dict(model.state_dict())
+            del published["lm_head.weight"]  # tied
+            if version == 1:
                 engine.adopt(version, published.items())
+            elif version:
+                transport = TRANSPORTS[version % 2]
+                with (
+                    learning(list(published.items()), tmp_path / "shm", transport) as learner,
+                    generating(tmp_path / "shm") as subscriber,
+                    monkeypatch.context() as without,
+                ):
+                    staged = fetch(subscriber, learner.publish(version))
+                    without.setattr(vllm_worker, "SHM_DIR", tmp_path / "none")  # for no copy
+                    engine.adopt(version, staged.tensors(), file=staged.file)
+                    staged.release()
             completions = run(engine, [asks])
             assert len(completions) == 9
             for (request_id, _), completion in completions.items():

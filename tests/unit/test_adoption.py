@@ -66,14 +66,14 @@ def learner(path, tmp_path):
 class Unmoved(HFEngine):
     """Reports every adoption and makes none."""
 
-    def adopt(self, version, tensors):
+    def adopt(self, version, tensors, *, file=None):
         self._version = version
 
 
 class Transposing(HFEngine):
     """Gets one square matrix the wrong way round."""
 
-    def adopt(self, version, tensors):
+    def adopt(self, version, tensors, *, file=None):
         turned = ((n, t.T.contiguous() if n == SQUARE else t) for n, t in tensors)
         super().adopt(version, turned)
 
@@ -81,7 +81,7 @@ class Transposing(HFEngine):
 class Skipping(HFEngine):
     """Leaves one tensor as it was."""
 
-    def adopt(self, version, tensors):
+    def adopt(self, version, tensors, *, file=None):
         old = self._model.get_parameter(SKIPPED).clone()
         super().adopt(version, ((n, old if n == SKIPPED else t) for n, t in tensors))
 
@@ -94,7 +94,7 @@ class StaleHead(HFEngine):
         head = self._model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
 
-    def adopt(self, version, tensors):
+    def adopt(self, version, tensors, *, file=None):
         head = self._model.get_output_embeddings().weight.clone()
         super().adopt(version, chain(tensors, [("lm_head.weight", head)]))
 

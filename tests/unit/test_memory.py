@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
-from asyncrl.generator.memory import PROCESS, divide, model_copies, staging_bytes, weight_bytes
+from asyncrl.generator.memory import (
+    NO_LORA,
+    PROCESS,
+    cache_bytes_per_token,
+    divide,
+    staging_bytes,
+    weight_bytes,
+)
 from asyncrl.generator.model_facts import ModelFacts
 
 GIB = 2**30
@@ -22,15 +29,16 @@ def model(*, layers: int = 1, hidden: int = 64, wide: int = 256, vocabulary: int
     embedding = tensor(vocabulary, hidden)
     state = {"embedding": embedding, "head": embedding, "norm": tensor(hidden)}
     for i in range(layers):
-        state |= {f"{i}.up": tensor(wide, hidden), f"{i}.down": tensor(hidden, wide)}
+        state |= {f"{i}.up.weight": tensor(wide, hidden), f"{i}.down.weight": tensor(hidden, wide)}
     return ModelFacts(
         state=state,
-        linear=(),
+        linear=tuple(f"{i}.{name}" for i in range(layers) for name in ("up", "down")),
         vocabulary=vocabulary,
         num_positions=8192,
         stop_tokens=(),
         num_layers=layers,
         hidden_size=hidden,
+        num_kv_heads=2,
         kv_values_per_token=2 * layers * hidden,
     )
 
@@ -62,21 +70,27 @@ def test_fp8_weights_are_a_byte_but_what_is_published_for_them_is_not() -> None:
     fp8 = engine(quantization="fp8")
     # Embedding and norm keep 2 bytes: 64,064 * 2 + 32,768 * 1.
     assert weight_bytes(fp8, model(), BF16) == 160_896
-    assert staging_bytes(fp8, model(), BF16) == 193_664
+    assert staging_bytes(fp8, model(), BF16, NO_LORA, 0) == 193_664
 
 
 def test_merged_adapters_need_room_for_their_base_and_for_the_sum() -> None:
-    plain, merged, pinned = (
-        divide(engine(), model(), BF16, total_bytes=80 * GIB, num_copies=model_copies(lora))
-        for lora in (
-            LoraConfig(serving="merged"),
-            LoraConfig(rank=8, serving="merged"),
-            LoraConfig(rank=8, serving="pinned"),
-        )
+    plain, merged = (
+        divide(engine(), model(), BF16, total_bytes=80 * GIB, lora=lora)
+        for lora in (LoraConfig(serving="merged"), LoraConfig(rank=8, serving="merged"))
     )
-    assert plain.staging == pinned.staging == 193_664
+    assert plain.staging == 193_664
     assert merged.staging == 387_328
     assert plain.cache - merged.cache == 193_664
+
+
+def test_pinned_adapters_need_room_for_every_version_but_for_no_model() -> None:
+    found = divide(
+        engine(), model(), BF16, total_bytes=80 * GIB, max_staleness=2,
+        lora=LoraConfig(rank=20, serving="pinned"),
+    )  # fmt: skip
+    # Two modules of 256 + 64 rows and columns, 2 bytes: 1,280. Slots have rank 32, one for each of 3
+    # versions; these are registered with their own 20, and the next comes in 4 bytes: 3 * 32 + 5 * 20.
+    assert found.staging == 250_880
 
 
 def test_engines_that_are_cut_over_two_gpus_hold_half_of_the_weights_on_each() -> None:
@@ -85,6 +99,12 @@ def test_engines_that_are_cut_over_two_gpus_hold_half_of_the_weights_on_each() -
     two = divide(engine(tensor_parallel_size=2), model(), BF16, total_bytes=80 * GIB)
     # Of the activations the MLP's part is halved: 8192 * 2 * (4 * 256 / 2) = 8,388,608.
     assert one.activations - two.activations == 8_388_608
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(1, 256), (2, 128), (4, 128)])
+def test_gpus_that_outnumber_the_heads_of_the_cache_have_copies(gpus: int, share: int) -> None:
+    """2 heads of 32, keys and values, of 2 bytes: 256 a token; no GPU has less than one head."""
+    assert cache_bytes_per_token(engine(tensor_parallel_size=gpus), model(), BF16) == share
 
 
 def test_a_step_has_room_for_a_token_of_every_running_completion() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asyncrl.generator import vllm_worker
-from asyncrl.generator.vllm_worker import FileReload, shared_file
+from asyncrl.generator.vllm_worker import FileReload, as_arguments, shared_file
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
@@ -24,9 +24,9 @@ class Worker(FileReload):
 def test_workers_read_what_was_written_and_the_file_is_gone_afterwards(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_worker, "SHM_DIR", tmp_path)
     workers = [Worker(), Worker()]
-    with shared_file(TENSORS) as (path, specs):
+    with shared_file(TENSORS) as file:
         for worker in workers:
-            worker.reload_from_file(path, specs)
+            worker.reload_from_file(*as_arguments(file))
     assert list(tmp_path.iterdir()) == []
     for worker in workers:
         assert list(worker.loaded) == list(TENSORS)
@@ -40,8 +40,8 @@ def test_the_file_is_gone_after_an_error_too(tmp_path, monkeypatch):
     seen = []
 
     def fail():
-        with shared_file(TENSORS) as (path, _):
-            seen.append(path)
+        with shared_file(TENSORS) as file:
+            seen.append(file.path)
             raise RuntimeError("a worker died")
 
     with pytest.raises(RuntimeError, match="a worker died"):

@@ -1,5 +1,7 @@
 """The weight path from publish to staged tensors, over both transports."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -260,6 +262,49 @@ def test_staged_weights_are_not_overwritten_before_their_release(tmp_path):
         assert torch.equal(got, fill(torch.empty(1000), 0))
         staged.release()
         assert subscriber.wait(WAIT_S).version == 1
+
+
+def test_who_cannot_adopt_lets_go_of_a_version_for_a_newer_one(tmp_path):
+    weight = torch.empty(1000)
+    with (
+        learning([("weight", weight)], tmp_path, "tcp") as learner,
+        generating(tmp_path, on_change=(fetched := threading.Semaphore(0)).release) as subscriber,
+    ):
+        for version in range(2):
+            fill(weight, version)
+            subscriber.start(learner.publish(version))
+            if version == 0:
+                assert fetched.acquire(timeout=WAIT_S)
+                subscriber.prefer_newest()  # it is the newest
+                assert subscriber.num_superseded == 0
+        assert subscriber.is_fetching  # the only staging buffer has version 0, which nobody took
+        subscriber.prefer_newest()
+        staged = subscriber.wait(WAIT_S)
+        assert (staged.version, subscriber.num_superseded) == (1, 1)
+        ((_, got),) = staged.tensors()
+        assert torch.equal(got, fill(torch.empty(1000), 1))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_other_processes_read_a_version_from_its_file_as_long_as_it_is_held(transport, tmp_path):
+    weight, flag = fill(torch.empty(1000), 7), torch.tensor([True])
+    with (
+        learning([("weight", weight), ("flag", flag)], tmp_path, transport) as learner,
+        generating(tmp_path) as subscriber,
+    ):
+        staged = fetch(subscriber, learner.publish(0))
+        fill(weight, 8)
+        for version in range(1, 4):  # the publisher has none of its names any more
+            learner.publish(version)
+        [first, second] = staged.file.tensors
+        read = f"import sys; sys.stdout.buffer.write(open({staged.file.path!r}, 'rb').read())"
+        data = subprocess.run([sys.executable, "-c", read], capture_output=True, check=True).stdout
+        assert [first.name, second.name] == ["weight", "flag"]
+        values = data[first.offset : first.offset + first.num_bytes]
+        assert values == fill(torch.empty(1000), 7).numpy().tobytes()
+        assert data[second.offset : second.offset + second.num_bytes] == b"\1"
+        staged.release()
+        assert staged.file is None
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
