@@ -11,6 +11,7 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
+from asyncrl.telemetry.bottleneck import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,15 @@ def _places(config: RunConfig, gpus: list[str]) -> list[list[str] | None]:
 def cores_of_a_place(config: RunConfig, num_cores: int) -> int:
     """How many of this host's cores the engines of one place have to themselves, about."""
     return max(1, num_cores // 2 // config.pipeline.num_generators)
+
+
+def gpu_split(plan: CorePlan) -> Split | None:
+    """GPUs of each side; None if one serves both, or there is none to be moved from one to the other."""
+    learner = set(plan.learner_gpus or ())
+    generators = {gpu for gpus in plan.generator_gpus for gpu in gpus or ()}
+    if learner & generators or not learner or not generators or len(learner | generators) < 3:
+        return None
+    return Split(learner=len(learner), generators=len(generators))
 
 
 def visible_gpus() -> list[str]:

@@ -7,6 +7,7 @@ back however the holder ends); a folder that holds a run is only used again to r
 import contextlib
 import datetime
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,12 @@ def exclusive(path: Path, *, key: str, name: str = "lock") -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def add_facts(run_dir: Path, **facts: object) -> None:
+    """Write more into run.json, which `asyncrl run` has made."""
+    path = run_dir / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts, indent=1) + "\n")
 
 
 def is_in_use(path: Path) -> bool:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -24,8 +24,9 @@ from asyncrl.config import RunConfig, to_toml
 from asyncrl.errors import AsyncRLError, ConfigError, PeerLostError
 from asyncrl.family import children, inherit_orphans, kill_orphans
 from asyncrl.generator.choice import settled
-from asyncrl.placement import plan_cores, visible_gpus
-from asyncrl.run_folder import read_key, write_private
+from asyncrl.placement import gpu_split, plan_cores, visible_gpus
+from asyncrl.run_folder import add_facts, read_key, write_private
+from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.console import Follower, eval_line, step_line
 from asyncrl.weights.buffers import remove_leftovers
 
@@ -55,6 +56,7 @@ class Supervisor:
     failure: str = ""  # why the run failed
     _children: dict[str, Child] = field(default_factory=dict)
     _stopping: bool = False
+    _split: Split | None = None
 
     def run(self) -> int:
         """Start everything, wait for the end, stop everything; returns the exit code."""
@@ -91,6 +93,8 @@ class Supervisor:
     def _start_all(self) -> None:
         remove_leftovers(self.run_id)  # of an attempt whose supervisor was killed
         plan = plan_cores(self.config, sorted(os.sched_getaffinity(0)), gpus=visible_gpus())
+        self._split = gpu_split(plan)
+        add_facts(self.run_dir, gpu_split=asdict(self._split) if self._split else None)
         token = self.run_dir / "token"
         write_private(token, self._token())
         common = [
@@ -217,13 +221,7 @@ class Supervisor:
         for record in evals.new():
             self.say(eval_line(record))
         for record in steps.new():
-            self.say(
-                step_line(
-                    record,
-                    num_steps=self.config.pipeline.num_steps,
-                    max_staleness=self.config.pipeline.max_staleness,
-                )
-            )
+            self.say(step_line(record, self.config.pipeline, self._split))
 
     def _check_children(self) -> None:
         """Restart what may be restarted; raise for the first failure that ends the run."""

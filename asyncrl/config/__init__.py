@@ -7,7 +7,7 @@ keys are errors that name the nearest known key; numbers that follow from others
 from asyncrl.config.engine import EngineConfig, HFEngineConfig, VllmEngineConfig
 from asyncrl.config.read import read_config
 from asyncrl.config.run import RunConfig
-from asyncrl.config.sections import LearnerConfig, LoraConfig
+from asyncrl.config.sections import LearnerConfig, LoraConfig, PipelineConfig
 from asyncrl.config.tasks import (
     JsonlTask,
     ProductsTask,
@@ -24,6 +24,7 @@ __all__ = [
     "JsonlTask",
     "LearnerConfig",
     "LoraConfig",
+    "PipelineConfig",
     "ProductsTask",
     "ReasoningGymTask",
     "RepeatLetterTask",

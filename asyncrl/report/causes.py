@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from asyncrl.telemetry.attribution import KINDS, Interval, exclusive, kind_shares, training_window
-from asyncrl.telemetry.bottleneck import diagnose
+from asyncrl.telemetry.bottleneck import Split, diagnose
 from asyncrl.telemetry.lives import Life
 
 Causes = dict[str, float]
@@ -88,7 +88,7 @@ def causes_by_step(lives: Sequence[Life]) -> dict[int, dict[str, Causes]]:
     return found
 
 
-def strips(lives: Sequence[Life]) -> dict[str, Any]:
+def strips(lives: Sequence[Life], split: Split | None) -> dict[str, Any]:
     """Each process in equal bins over the run and over its training, the steps' ends, who waits."""
     if not lives:
         return {}
@@ -115,7 +115,7 @@ def strips(lives: Sequence[Life]) -> dict[str, Any]:
             [step, round(start - zero_s, 3), round(end - zero_s, 3)]
             for step, (start, end) in sorted(step_windows(lives).items())
         ],
-        **_whole(lives, training or whole),
+        **_whole(lives, training or whole, split),
     }
 
 
@@ -131,9 +131,9 @@ def _bins(lives: Sequence[Life], window: Interval) -> list[Causes]:
     return [{cause: round(s / width_s, 4) for cause, s in part.items()} for part in parts]
 
 
-def _whole(lives: Sequence[Life], window: Interval) -> dict[str, Any]:
+def _whole(lives: Sequence[Life], window: Interval, split: Split | None) -> dict[str, Any]:
     """Shares of the training as a whole, and the sentence about them."""
-    found = diagnose(kind_shares(lives, window))
+    found = diagnose(kind_shares(lives, window), split)
     spent = {kind: spread([li for li in lives if li.kind == kind], [window])[0] for kind in KINDS}
     return {
         "shares": {

@@ -25,6 +25,7 @@ from asyncrl.report.files import (
     read_config,
     read_lines,
     read_object,
+    read_split,
     setting,
 )
 from asyncrl.report.rollouts import browse
@@ -80,7 +81,7 @@ def collect(run_dir: Path, *, budget_bytes: int = BUDGET_BYTES) -> dict[str, Any
         "causes": {
             "by_step": [_rounded(part) for part in kinds],
             "exact": [step in by_step for step in steps],
-            "strips": strips(lives),
+            "strips": strips(lives, read_split(run_dir)),
         },
         "rollouts": browse(run_dir, budget_bytes=budget_bytes).as_json(),
         "glossary": glossary(),

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncrl.telemetry.bottleneck import Split
+
 Record = dict[str, Any]
 
 _TAIL_BYTES = 2**16
@@ -65,6 +67,15 @@ def read_config(run_dir: Path) -> tuple[Record, str]:
         return tomllib.loads(text), text
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}, ""
+
+
+def read_split(run_dir: Path) -> Split | None:
+    """The run's GPUs by side, if each serves one."""
+    found = read_object(run_dir / "run.json").get("gpu_split")
+    try:
+        return Split(**found) if found else None
+    except TypeError:
+        return None
 
 
 def setting(config: Record, path: str, default: Any = None) -> Any:  # noqa: ANN401

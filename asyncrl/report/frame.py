@@ -145,7 +145,7 @@ def _time(state: RunState) -> RenderableType:
         main = sorted(causes.items(), key=lambda item: -item[1])[:3]
         bar.append(f" waits {waits:.0%}; " + ", ".join(f"{c} {s:.0%}" for c, s in main))
         table.add_row(kind, bar)
-    found = diagnose(shares)
+    found = diagnose(shares, state.split)
     return Panel(Group(table, Text(found.text, "bold")), title="who waits", title_align="left")
 
 

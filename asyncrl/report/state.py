@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.report.files import Record, number, read_config, read_tail, setting
+from asyncrl.report.files import Record, number, read_config, read_split, read_tail, setting
 from asyncrl.report.verdict import Verdict, read_verdict
+from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.console import Follower
 
 _NUM_ALERTS = 4
@@ -21,6 +22,7 @@ class RunState:
         self._steps = Follower(run_dir / "metrics.jsonl")
         self._evals = Follower(run_dir / "evals.jsonl")
         self.config: Record = {}
+        self.split: Split | None = None
         self.verdict: Verdict
         self.last: Record = {}
         """The newest step's record; {} before the first."""
@@ -49,6 +51,8 @@ class RunState:
         """Take what is new."""
         if not self.config:
             self.config, _ = read_config(self._run_dir)
+        if self.split is None:
+            self.split = read_split(self._run_dir)
         self.verdict = read_verdict(self._run_dir)
         for record in _whole(self._steps):
             self._take(record)

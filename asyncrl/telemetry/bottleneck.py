@@ -14,6 +14,10 @@ run at most
 (left factors of the learner's time, right ones of the generators'; start-up is taken out of both), and
 the largest is named. "turns" is no process, so it wins only when the two sides pass more time in it than
 one of them alone explains.
+
+If learner or generation limit a run of N GPUs, each of which serves one side, work is counted in GPUs
+that are busy, W = GPUs of a side * share of time in which it does not wait. If a side's work divides
+evenly among its GPUs, both sides are always busy when the learner has N * W_l / (W_l + W_g) of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,12 +53,21 @@ class Diagnosis:
     """One line, with the settings to change."""
 
 
-def diagnose(shares: Mapping[str, Mapping[str, float]]) -> Diagnosis:
+@dataclass(frozen=True, slots=True)
+class Split:
+    """GPUs of each side; none serves both."""
+
+    learner: int
+    generators: int
+
+
+def diagnose(shares: Mapping[str, Mapping[str, float]], split: Split | None = None) -> Diagnosis:
     """Name what limits a run.
 
     Args:
         shares: kind -> cause -> share of that kind's time (attribution.kind_shares and others);
             without learner or generators there is nothing to compare, and the limit is "none".
+        split: of the run's GPUs, if there is one.
     """
     learner, generator = _running(shares.get("learner")), _running(shares.get("generator"))
     if not learner or not generator:
@@ -67,7 +80,10 @@ def diagnose(shares: Mapping[str, Mapping[str, float]]) -> Diagnosis:
         limit, cost = "turns", turns
     if cost < QUIET:
         return Diagnosis("none", cost, f"neither side waits for more than {QUIET:.0%} of its time")
-    return Diagnosis(limit, cost, _SENTENCES[limit](learner, generator, shares.get("scorer", {})))
+    text = _SENTENCES[limit](learner, generator, shares.get("scorer", {}))
+    if split is not None and limit in ("learner", "generation"):
+        text += _better(split, learner, generator)
+    return Diagnosis(limit, cost, text)
 
 
 def _running(causes: Mapping[str, float] | None) -> dict[str, float]:
@@ -115,8 +131,8 @@ def _checkpoint(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
 
 def _generation(learner: _Causes, _generator: _Causes, _scorer: _Causes) -> str:
     return (
-        f"{_waits(learner)}: generation is the bottleneck (engine.engines_per_gpu, another generator, a "
-        "larger pipeline.max_staleness or pipeline.depth)"
+        f"{_waits(learner)}: generation is the bottleneck (another generator, with vLLM "
+        "engine.engines_per_gpu, a larger pipeline.max_staleness or pipeline.depth)"
     )
 
 
@@ -163,6 +179,23 @@ def _turns(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
     if learner["wait_batch"] + credit > IDLE:
         return f"{both}, both at once: publishing and messages are the bottleneck ({help_})"
     return f"{both}: they take turns ({help_})"
+
+
+def _better(split: Split, learner: _Causes, generator: _Causes) -> str:
+    """What of the same GPUs would keep both sides busy; "" if that is what they have."""
+    idle = sum(share for cause, share in generator.items() if cause.startswith("wait_"))
+    trains = split.learner * (1.0 - learner.get("wait_batch", 0.0))
+    samples = split.generators * (1.0 - idle)
+    total = split.learner + split.generators
+    if trains + samples <= 0.0:
+        return ""
+    best = min(total - 1, max(1, round(total * trains / (trains + samples))))
+    if best == split.learner:
+        return ""
+    return (
+        f"; of these {total} GPUs about {best} for the learner and {total - best} for generators would "
+        f"balance, now {split.learner} and {split.generators}"
+    )
 
 
 def _waits(learner: _Causes) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config import PipelineConfig
 from asyncrl.telemetry.attribution import record_shares, run_overlap
-from asyncrl.telemetry.bottleneck import diagnose
+from asyncrl.telemetry.bottleneck import Split, diagnose
 
 _PHASES = ("wait_batch", "forward", "backward", "optimizer", "snapshot", "checkpoint")
 
@@ -44,7 +45,9 @@ class Follower:
                     yield json.loads(line)
 
 
-def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) -> str:
+def step_line(
+    record: Mapping[str, Any], pipeline: PipelineConfig, split: Split | None = None
+) -> str:
     """One step: reward, staleness, both sides' rates and busy shares, where the learner's time went;
     below it, which side waits and what would help, and what began to deserve attention.
     """
@@ -58,17 +61,18 @@ def step_line(record: Mapping[str, Any], *, num_steps: int, max_staleness: int) 
         for phase in _PHASES
         if step_s > 0 and record.get(f"time/{phase}_s", 0.0) / step_s >= 0.01
     ]
+    max_staleness = pipeline.max_staleness
     bound = record.get("staleness/bound", max_staleness)
     limit = f"{max_staleness}" if bound == max_staleness else f"{max_staleness}, bound {bound:.0f}"
     unscored = ""
     if record.get("rollouts/unscored_frac"):
         unscored = f" ({record['rollouts/unscored_frac']:.0%} unscored)"
     skipped = f"  no update: {record['skipped']}" if record.get("skipped") else ""
-    waits = diagnose(record_shares(record))
+    waits = diagnose(record_shares(record), split)
     advice = f"\n  {waits.text}" if waits.limit != "none" else ""
     alerts = "".join(f"\n  ALERT {text}" for text in record.get("new_alerts", ()))
     return (
-        f"version {record['version']:>3}/{num_steps}  reward {number('reward/mean')}{unscored}  "
+        f"version {record['version']:>3}/{pipeline.num_steps}  reward {number('reward/mean')}{unscored}  "
         f"staleness {number('staleness/mean')} (max {number('staleness/max', '.0f')} of "
         f"{limit})  generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
         f"{number('generator/busy_frac', '.0%')} busy  train "

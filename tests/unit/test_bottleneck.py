@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.telemetry.bottleneck import QUIET, diagnose
+from asyncrl.telemetry.bottleneck import QUIET, Split, diagnose
 
 # What a learner that has no batch does, and what it does otherwise, in percent.
 STARVED = {"wait_batch": 80, "forward": 8, "backward": 10, "optimizer": 2}
@@ -87,3 +87,31 @@ def test_whatever_the_shares_are_a_sentence_comes_and_costs_no_more_than_the_sid
     running = 1.0 - learner.get("start", 0.0)
     if running > 1e-6 and found.limit not in ("none", "learner", "checkpoint"):
         assert found.cost <= learner.get("wait_batch", 0.0) / running + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("learner", "generator", "split", "words"),
+    [
+        # 6 * 0.96 busy GPUs sample, 2 * 0.2 train: 8 * 0.4 / 6.16 = 0.52.
+        (STARVED, {"decode": 96, "other": 4}, Split(2, 6), "; of these 8 GPUs about 1 for the"),
+        # 2 * 0.98 train, 6 * 0.35 sample: 8 * 1.96 / 4.06 = 3.86. Waits of any kind are no work.
+        (FULL, {"wait_credit": 60, "wait_score": 5, "decode": 35}, Split(2, 6), "4 for the learner and"),
+        (FULL, {"wait_credit": 90, "decode": 10}, Split(1, 2), "2 for the learner and 1 for generators"),
+        (FULL, {"wait_credit": 97, "decode": 3}, Split(1, 2), "2 for the learner and 1"),  # not 3 and 0
+    ],
+)  # fmt: skip
+def test_gpus_of_both_sides_are_divided_by_the_work_that_they_do(learner, generator, split, words):
+    found = diagnose({"learner": of(learner), "generator": of(generator)}, split)
+    assert words in found.text
+    assert found.text.endswith(f"now {split.learner} and {split.generators}")
+    plain = diagnose({"learner": of(learner), "generator": of(generator)})
+    assert found.text.startswith(plain.text)
+
+
+def test_a_division_that_could_not_be_better_is_not_spoken_of():
+    # 1 * 0.2 trains, 3 * 0.9 samples: 4 * 0.2 / 2.9 = 0.28, and one is the least.
+    shares = {"learner": of(STARVED), "generator": of({"decode": 90, "wait_score": 10})}
+    assert diagnose(shares, Split(1, 3)).text == diagnose(shares).text
+    # Nor if GPUs are not what lacks.
+    shares["generator"] = of({"wait_score": 70, "decode": 30})
+    assert diagnose(shares, Split(1, 3)).text == diagnose(shares).text

@@ -4,7 +4,8 @@ import pytest
 
 from asyncrl.config import LearnerConfig, RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.placement import cores_of_a_place, plan_cores, visible_gpus
+from asyncrl.placement import cores_of_a_place, gpu_split, plan_cores, visible_gpus
+from asyncrl.telemetry.bottleneck import Split
 
 
 def config(engine: dict[str, object] | None = None, **pipeline: int) -> RunConfig:
@@ -34,6 +35,18 @@ def test_the_learner_gets_the_first_gpus_and_generators_the_rest() -> None:
     plan = plan_cores(config(num_generators=3), list(range(4)), gpus=["0", "1", "2"])
     assert plan.learner_gpus == ["0"]
     assert plan.generator_gpus == [["1"], ["2"], ["1"]]
+
+
+def test_gpus_count_for_a_side_only_if_they_serve_no_other() -> None:
+    def split(gpus: int, **engine: int) -> Split | None:
+        names = [str(i) for i in range(gpus)]
+        return gpu_split(plan_cores(config(engine, num_generators=3), [0, 1], gpus=names))
+
+    assert split(8) == Split(learner=1, generators=3)  # four are nobody's
+    assert split(8, tensor_parallel_size=2) == Split(learner=1, generators=6)
+    assert split(4, engines_per_gpu=2) == Split(learner=1, generators=3)
+    assert split(2) is None  # one each: nothing to move
+    assert split(1) is None
 
 
 def test_one_gpu_is_shared_by_all() -> None:

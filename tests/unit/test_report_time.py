@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.report.causes import NUM_BINS, causes_by_step, spread, step_windows, strips
 from asyncrl.report.slow import SLOW, explain
+from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.lives import Life, Span
 
 
@@ -99,7 +100,7 @@ def test_strips_cover_the_run_and_its_training_and_sum_to_the_time_a_process_liv
         versions=[(1, 90.0)],
     )  # fmt: skip
     generator = life([("decode", 30, 60)], kind="generator", start=30.0, end=60.0)
-    found = strips([learner, generator])
+    found = strips([learner, generator], Split(1, 3))
     assert [p["name"] for p in found["processes"]] == ["learner", "generator"]
     whole, training = found["views"]
     assert (whole["start"], whole["seconds"]) == (0.0, 120.0)
@@ -107,7 +108,7 @@ def test_strips_cover_the_run_and_its_training_and_sum_to_the_time_a_process_liv
     lived = [sum(sum(bin_.values()) for bin_ in bins) * 120 / NUM_BINS for bins in whole["bins"]]
     assert lived == pytest.approx([120.0, 30.0], abs=0.05)
     assert found["shares"]["learner"] == {"forward": 1.0}
-    assert strips([]) == {}
+    assert strips([], None) == {}
 
 
 def usual_step(**more):
