@@ -225,7 +225,8 @@ def _run_in(run_dir: Path, config: RunConfig) -> int:
     ended = {"outcome": outcome} | ({"failure": supervisor.failure} if supervisor.failure else {})
     (run_dir / "summary.json").write_text(json.dumps(found | ended, indent=1) + "\n")
     for key, value in found.items():
-        console.print(f"  {key}: {value}", markup=False)
+        if key != "shares":
+            console.print(f"  {key}: {value}", markup=False)
     console.print(f"run {config.name} {outcome}: {run_dir}", markup=False)
     if code == 130:
         console.print(resume_hint(run_dir), markup=False)

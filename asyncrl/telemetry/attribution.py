@@ -34,7 +34,7 @@ For a run folder:
     process_seconds(lives, window) -> {process: {cause: s}}    each sums to that process's time
     kind_shares(lives, window) -> {kind: {cause: share}}       each sums to 1
     training_window(lives) -> (start_s, end_s) | None          from the first batch to the last version
-    run_overlap(run_dir) -> {"both_busy_s": ...}               both sides at the same time
+    run_times(run_dir) -> {"both_busy_s": ..., "shares": ...}  both sides at the same time; every process
     record_shares(record) -> {kind: {cause: share}}            of one line of metrics.jsonl
     bottleneck.diagnose(shares) -> Diagnosis                   which side waits, and what would help
 
@@ -45,6 +45,7 @@ counts up to it.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.telemetry.lives import Life, Span, read_lives
 
@@ -173,8 +174,9 @@ def overlap_s(left: list[Interval], right: list[Interval]) -> float:
     return total
 
 
-def run_overlap(run_dir: Path) -> dict[str, float]:
-    """Busy seconds of the learner and of all generators together, and seconds both were busy.
+def run_times(run_dir: Path) -> dict[str, Any]:
+    """Busy seconds of the learner and of all generators together, and seconds both were busy; and the
+    share of each cause in the whole life of every process.
 
     Busy is LEARNER_BUSY, of any rank, and GENERATOR_BUSY. Empty if the run wrote no trace of one side
     (telemetry.trace=false, or it ended too early).
@@ -188,6 +190,10 @@ def run_overlap(run_dir: Path) -> dict[str, float]:
         "learner_busy_s": round(sum(end - start for start, end in learner), 3),
         "generators_busy_s": round(sum(end - start for start, end in generators), 3),
         "both_busy_s": round(overlap_s(learner, generators), 3),
+        "shares": {
+            process: {cause: round(share, 4) for cause, share in sorted(causes.items())}
+            for process, causes in sorted(_divided(process_seconds(lives)).items())
+        },
     }
 
 

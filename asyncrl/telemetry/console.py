@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import PipelineConfig
-from asyncrl.telemetry.attribution import record_shares, run_overlap
+from asyncrl.telemetry.attribution import record_shares, run_times
 from asyncrl.telemetry.bottleneck import Split, diagnose
 
 _PHASES = ("wait_batch", "forward", "backward", "optimizer", "snapshot", "checkpoint")
@@ -116,4 +116,4 @@ def summary(run_dir: Path) -> dict[str, Any]:
         found["held_out_after"] = round(evals[-1]["mean_score"], 4)
         found["held_out_samples"] = evals[-1]["num_samples"]
         found["held_out_curve"] = [[e["version"], round(e["mean_score"], 4)] for e in evals]
-    return found | run_overlap(run_dir)
+    return found | run_times(run_dir)

@@ -67,6 +67,8 @@ def assert_every_second_has_a_cause(run_dir: Path) -> None:
         for causes in shares.values():
             assert sum(causes.values()) == pytest.approx(1.0, abs=0.005)
             assert min(causes.values()) >= 0.0
+    for causes in json.loads((run_dir / "summary.json").read_text())["shares"].values():
+        assert sum(causes.values()) == pytest.approx(1.0, abs=0.005)
     found = process_seconds(read_lives(run_dir))
     assert set(found) == EXPECTED
     for process, seconds in found.items():

@@ -18,7 +18,7 @@ from asyncrl.telemetry.attribution import (
     overlap_s,
     process_seconds,
     record_shares,
-    run_overlap,
+    run_times,
     share_values,
     totals_shares,
     training_window,
@@ -270,11 +270,15 @@ def test_overlap_of_a_run_is_read_from_its_files(tmp_path):
         learner.add("learner/snapshot", 1010, 1012)
         generator.add("generator/decode", 1007, 1011)
         generator.add("generator/wait_credit", 1011, 1020)
-    assert run_overlap(tmp_path) == {
+    assert run_times(tmp_path) == {
         "learner_busy_s": 8.0, "generators_busy_s": 4.0, "both_busy_s": 3.0,
+        "shares": {  # of the 20 and 12 s that they were heard of
+            "g": {"decode": 0.2, "other": 0.35, "wait_credit": 0.45},
+            "learner": {"backward": 0.6667, "other": 0.1667, "snapshot": 0.1667},
+        },
     }  # fmt: skip
     (tmp_path / "trace/g.jsonl").unlink()
-    assert run_overlap(tmp_path) == {}
+    assert run_times(tmp_path) == {}
 
 
 @given(
