@@ -152,7 +152,7 @@ def _staleness(by_variant: dict[str, list[dict[str, Any]]]) -> "Figure":
         axes[1].plot(ages, shares, "o-", ms=3, lw=1, color=shade, label=f"k = {cell['k']}")
     axes[1].set_xlabel("staleness of a trained token in versions", fontsize=8)
     axes[1].set_ylabel("share of the tokens", fontsize=8)
-    axes[1].legend(frameon=False, fontsize=7, loc="upper center")
+    axes[1].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
