@@ -12,12 +12,15 @@ from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.lives import Life, Span
 
 
-def life(spans, *, kind="learner", process=None, start=0.0, end=100.0, versions=()):
-    """`spans`: (cause, start, end); `versions`: (version, at)."""
+def life(spans, *, kind="learner", process=None, start=0.0, end=100.0, versions=(), steps=()):
+    """`spans`: (cause, start, end); `versions` published and `steps` recorded: (version, at)."""
     made = Life(
         process=process or kind, kind=kind, boot="b", ahead_s=0.0, start_s=start, end_s=end,
         spans=[Span(f"{kind}/{cause}", float(a), float(b)) for cause, a, b in spans],
-        marks=[{"name": "version", "ts": at * 1e6, "args": {"version": v}} for v, at in versions],
+        marks=[
+            {"name": name, "ts": at * 1e6, "args": {"version": version}}
+            for name, marks in (("version", versions), ("step", steps)) for version, at in marks
+        ],
     )  # fmt: skip
     made.spans.sort(key=lambda span: (span.start_s, -span.end_s))
     return made
@@ -75,6 +78,23 @@ def test_a_step_is_what_lies_between_two_publications():
             "generator": {"decode": 7.0, "wait_credit": 3.0},
         },
         1: {"learner": {"wait_batch": 1.0, "forward": 9.0}, "generator": {"wait_credit": 10.0}},
+    }
+
+
+def test_a_step_has_its_own_checkpoint_and_record_also_the_last_one():
+    # Joined at 8. Published at 20 and 33, recorded up to 27 and 39; the recording goes on for a second.
+    learner = life(
+        [
+            ("start", 0, 8), ("snapshot", 8, 10), ("wait_batch", 10, 14), ("forward", 14, 20),
+            ("checkpoint", 20, 25), ("record", 25, 28), ("wait_batch", 28, 29), ("forward", 29, 33),
+            ("checkpoint", 33, 38), ("record", 38, 40), ("eval", 40, 60),
+        ],
+        versions=[(4, 9.0), (5, 20.0), (6, 33.0)], steps=[(5, 27.0), (6, 39.0)],
+    )  # fmt: skip
+    found = causes_by_step([learner])
+    assert {step: kinds["learner"] for step, kinds in found.items()} == {
+        4: {"snapshot": 2.0, "wait_batch": 4.0, "forward": 6.0, "checkpoint": 5.0, "record": 2.0},
+        5: {"record": 2.0, "wait_batch": 1.0, "forward": 4.0, "checkpoint": 5.0},
     }
 
 
