@@ -118,6 +118,7 @@ def test_a_killed_generator_is_restarted_and_no_group_is_lost(model: Path, tmp_p
     code, output = finish(process)
     assert code == 0, output
     assert "generator-0: killed by SIGKILL" in output
+    assert "generators start up (again)" in output  # meanwhile the learner waits
     steps = records(run_dir)
     assert len(steps) == 30
     assert_books_close(steps)

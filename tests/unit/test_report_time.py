@@ -155,6 +155,17 @@ def test_a_slow_step_is_explained_by_what_it_had_more_than_its_neighbours():
     assert "evaluation is the bottleneck" in slow.text
 
 
+def test_a_step_in_which_a_generator_was_started_again_says_so():
+    steps = [usual_step() for _ in range(5)]
+    steps[2] = {
+        "learner": {"wait_batch": 9.5, "forward": 0.5},
+        "generator": {"start": 9.3, "wait_score": 0.4, "other": 0.3},
+    }
+    text = explain(steps)[2].text
+    assert "meanwhile the generators spent 93% starting up" in text
+    assert text.endswith("batches 95%, generators start up (again) 93%: see logs/.")
+
+
 def test_a_step_that_waited_no_longer_than_others_does_not_blame_the_generators():
     steps = [usual_step() for _ in range(5)]
     steps[2] = usual_step(checkpoint=3.0)
