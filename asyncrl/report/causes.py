@@ -139,9 +139,16 @@ def _bins(lives: Sequence[Life], window: Interval) -> list[Causes]:
 
 
 def _whole(lives: Sequence[Life], window: Interval, split: Split | None) -> dict[str, Any]:
-    """Shares of the training as a whole, and the sentence about them."""
+    """Shares of the training as a whole, and the sentence about them.
+
+    The window of a resumed run holds the start-up of its later attempts, which `diagnose` takes out; so
+    do the shares, unless start-up is what the sentence names.
+    """
     found = diagnose(kind_shares(lives, window), split)
     spent = {kind: spread([li for li in lives if li.kind == kind], [window])[0] for kind in KINDS}
+    if found.limit != "start":
+        for causes in spent.values():
+            causes.pop("start", None)
     return {
         "shares": {
             kind: {cause: round(s / sum(causes.values()), 4) for cause, s in causes.items()}

@@ -131,6 +131,47 @@ def test_strips_cover_the_run_and_its_training_and_sum_to_the_time_a_process_liv
     assert strips([], None) == {}
 
 
+def test_the_shares_of_a_resumed_run_are_those_of_its_sentence():
+    # Two attempts of 10 s of training each, the learner waits for 4 and for 5 s of them; between them
+    # 30 s without any process and 40 s of start-up.
+    def learner(start, joined, waited_s, version):
+        return life(
+            [
+                ("start", start, joined), ("wait_batch", joined, joined),
+                ("wait_batch", joined, joined + waited_s),
+                ("forward", joined + waited_s, joined + 10),
+            ],
+            start=start, end=joined + 10, versions=[(version, joined + 10.0)],
+        )  # fmt: skip
+
+    def generator(start, joined):
+        spans = [("start", start, joined), ("decode", joined, joined + 9)]
+        return life(spans, kind="generator", start=start, end=joined + 10)
+
+    lives = [
+        learner(-20.0, 0.0, 4, 1), generator(-20.0, 0.0),
+        learner(40.0, 80.0, 5, 2), generator(40.0, 80.0),
+    ]  # fmt: skip
+    found = strips(lives, None)
+    assert found["shares"] == {
+        "learner": {"wait_batch": 0.45, "forward": 0.55}, "generator": {"decode": 0.9, "other": 0.1},
+    }  # fmt: skip
+    assert found["sentence"].startswith("learner waits for batches 45%: generation is")
+
+
+def test_start_up_is_shown_where_it_is_what_the_learner_waits_for():
+    learner = life(
+        [("wait_batch", 0, 1), ("wait_batch", 1, 9), ("forward", 9, 11)],
+        end=11.0,
+        versions=[(1, 11.0)],
+    )
+    generator = life([("start", 2, 8), ("decode", 8, 12)], kind="generator", start=2.0, end=12.0)
+    found = strips([learner, generator], None)
+    # Of 10 s after the first batch the learner waits for 8; the generator lives for 9, starts for 6.
+    assert found["shares"]["generator"] == {"start": 0.6667, "decode": 0.3333}
+    assert "80%, generators start up (again) 67%" in found["sentence"]
+
+
 def usual_step(**more):
     return {"learner": {"wait_batch": 0.2, "forward": 0.8, **more}, "generator": {"decode": 1.0}}
 
