@@ -190,6 +190,10 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_ended(model: Path, tmp_path:
     assert [record["step"] for record in steps] == list(range(8))
     ordinals = {rollout["ordinal"] for rollout in records(run_dir, "rollouts")}
     assert ordinals == set(range(8 * 4))  # no prompt twice, none left out
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 8  # of both attempts, as train_minutes
+    assert summary["last_attempt_minutes"] > 0.0
+    assert read_verdict(run_dir).state == "done"
 
 
 def num_steps(run_dir: Path) -> int:
