@@ -202,7 +202,7 @@ def _run_in(run_dir: Path, config: RunConfig) -> int:
     """The whole run, with its records in a folder that is ours alone."""
     from rich.console import Console
 
-    from asyncrl.run_folder import resume_hint
+    from asyncrl.run_folder import begin_attempt, resume_hint
     from asyncrl.supervise import Supervisor
     from asyncrl.telemetry.console import summary
     from asyncrl.telemetry.provenance import provenance
@@ -210,17 +210,15 @@ def _run_in(run_dir: Path, config: RunConfig) -> int:
     console = Console(highlight=False, soft_wrap=True)
     (run_dir / "config.toml").write_text(to_toml(config.without_resume()))
     record = provenance() | {"run_id": secrets.token_hex(6), "seed": config.seed}
-    if (run_dir / "run.json").exists():  # resumed: the same run, one more attempt
-        earlier = json.loads((run_dir / "run.json").read_text())
-        record |= {"run_id": earlier["run_id"], "earlier": earlier}
-    (run_dir / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+    run_id = begin_attempt(run_dir, record)
     supervisor = Supervisor(
-        config, run_dir, record["run_id"], say=lambda line: console.print(line, markup=False)
+        config, run_dir, run_id, say=lambda line: console.print(line, markup=False)
     )
     console.print(f"run {config.name}: records in {run_dir}", markup=False)
     started_s = time.monotonic()
     code = supervisor.run()
-    found = summary(run_dir) | {"wall_minutes": round((time.monotonic() - started_s) / 60, 2)}
+    found = summary(run_dir)
+    found["last_attempt_minutes"] = round((time.monotonic() - started_s) / 60, 2)
     outcome = {0: "done", 130: "interrupted"}.get(code, "failed")
     ended = {"outcome": outcome} | ({"failure": supervisor.failure} if supervisor.failure else {})
     (run_dir / "summary.json").write_text(json.dumps(found | ended, indent=1) + "\n")

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
@@ -57,6 +58,23 @@ def exclusive(path: Path, *, key: str, name: str = "lock") -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def begin_attempt(run_dir: Path, record: dict[str, Any]) -> str:
+    """Write `record` as run.json, before anything is started; the run's id.
+
+    A resumed run keeps its id, and the records of its earlier attempts. How the last one ended is
+    removed: a folder that holds a summary holds a run that has ended, whatever its files' times are.
+    """
+    path = run_dir / "run.json"
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        record = record | {"run_id": earlier["run_id"], "earlier": earlier}
+    for ended in (run_dir / "summary.json", *(run_dir / "errors").glob("*.json")):
+        ended.unlink(missing_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    run_id: str = record["run_id"]
+    return run_id
 
 
 def add_facts(run_dir: Path, **facts: object) -> None:

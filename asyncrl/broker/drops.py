@@ -5,12 +5,14 @@ payload, which the broker does not read, is kept as it came, in base64, for the 
 """
 
 import base64
+import json
 import math
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from asyncrl.broker.journal import Drop, NullJournal
+from asyncrl.broker.journal import Drop, DropReason, NullJournal
 from asyncrl.telemetry.sinks import JsonlSink, set_later_aside
 
 MAX_PAYLOAD_BYTES = 2**20
@@ -27,11 +29,14 @@ class DropLog(NullJournal):
         self._sink = JsonlSink(path)
         self._version, self._num_kept = -1, 0
 
-    def opened(self, *, epoch: int, version: int, cursor: int) -> None:
-        """What an earlier attempt dropped in steps that are made again moves aside."""
+    def opened(self, *, epoch: int, version: int, cursor: int) -> Counter[DropReason]:
+        """What an earlier attempt dropped in steps that are made again moves aside; the rest counts."""
         self._sink.close()
         set_later_aside(self._path, key="version", limit=version)
+        with self._path.open("rb") as file:
+            dropped: Counter[DropReason] = Counter(json.loads(line)["reason"] for line in file)
         self._sink = JsonlSink(self._path)
+        return dropped
 
     def dropped(self, drop: Drop) -> None:
         """One line."""

@@ -68,9 +68,7 @@ class Epoch:
         self.num_late_groups = 0
         """Reports on groups that their sender did not hold (any more)."""
 
-        self.groups = Groups(
-            settings, journal, version=learner.version, cursor=learner.cursor, first_id=first_id
-        )
+        self.groups = Groups(settings, journal, learner=learner, first_id=first_id)
         self._evals = EvalSchedule(
             every_steps=settings.eval_every_steps,
             num_steps=settings.num_steps,
@@ -80,7 +78,6 @@ class Epoch:
         self._learner = b""
         self._settings = settings
         self._peers = peers
-        journal.opened(epoch=learner.epoch, version=learner.version, cursor=learner.cursor)
 
     @property
     def weights(self) -> Weights:
@@ -236,7 +233,7 @@ class Epoch:
             groups=refs,
             max_staleness=max(group.promise for group in groups),
             cursor=self.groups.cursor,
-            ledger=self.groups.ledger.counts(),
+            ledger=self.groups.counts(),
             counters=self._peers.counters(),
             evals=self._evals.drain(),
         )

@@ -23,7 +23,7 @@ from typing_extensions import Buffer
 from asyncrl.broker.admission import Admission
 from asyncrl.broker.journal import Drop, DropReason, Journal
 from asyncrl.broker.settings import Settings
-from asyncrl.wire.messages import GroupStart, LedgerCounts
+from asyncrl.wire.messages import GroupStart, Hello, LedgerCounts
 
 ZERO_SIGNAL_TOLERANCE = 1e-6
 """Scores closer together than this are equal."""
@@ -74,22 +74,27 @@ class Groups:
     """The groups of one epoch. Built when a learner joins, replaced when it comes back."""
 
     def __init__(
-        self, settings: Settings, journal: Journal, *, version: int, cursor: int, first_id: int
+        self, settings: Settings, journal: Journal, *, learner: Hello, first_id: int
     ) -> None:
-        """Empty books at `version`; prompts from ordinal `cursor`, group ids from `first_id`."""
+        """Empty books at the learner's version, prompts from its cursor, group ids from `first_id`."""
         self.ledger = Admission(
             groups_per_step=settings.groups_per_step,
             max_staleness=settings.max_staleness,
-            version=version,
+            version=learner.version,
         )
         self.next_id = first_id
         self.queued_bytes = 0
         self.num_zero_signal_in_a_row = 0
         self._settings = settings
         self._journal = journal
-        self._next_ordinal = cursor
+        self._next_ordinal = learner.cursor
         self._retries: deque[tuple[int, int]] = deque()  # (ordinal, attempt)
         self._open: dict[int, Group] = {}
+        dropped = journal.opened(
+            epoch=learner.epoch, version=learner.version, cursor=learner.cursor
+        )
+        self._filtered_before = dropped.get("zero_signal", 0)
+        self._failed_before = sum(dropped.values()) - self._filtered_before
 
     def room(self, version: int, *, sharing: int = 1) -> int:
         """How many groups a generator holding `version` may start now, one of `sharing` who ask.
@@ -219,8 +224,19 @@ class Groups:
         return min(waiting + started, default=self._next_ordinal)
 
     def counts(self) -> LedgerCounts:
-        """The books as they stand."""
-        return self.ledger.counts()
+        """The books of the whole run: the ledger's, and what earlier epochs dropped before it.
+
+        They balance as the ledger's do. Admission never sees these drops, and need not: they are in both
+        terms of its admitted - dropped.
+        """
+        counts = self.ledger.counts()
+        return counts.model_copy(
+            update={
+                "admitted": counts.admitted + self._filtered_before + self._failed_before,
+                "dropped_filtered": counts.dropped_filtered + self._filtered_before,
+                "failed": counts.failed + self._failed_before,
+            }
+        )
 
     def missing_text(self, now_s: float) -> str:
         """What the next step lacks: ids, holders and since when; "" if nothing."""

@@ -4,7 +4,7 @@
 with it a learner that returns at version c finds new groups instead of the same batches again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -43,8 +43,11 @@ class Drop:
 class Journal(Protocol):
     """Receives the transitions; an implementation must have stored them when it returns."""
 
-    def opened(self, *, epoch: int, version: int, cursor: int) -> None:
-        """A learner joined; the ledger starts anew at `version`, prompts at ordinal `cursor`."""
+    def opened(self, *, epoch: int, version: int, cursor: int) -> Mapping[DropReason, int]:
+        """A learner joined; the ledger starts anew at `version`, prompts at ordinal `cursor`.
+
+        Returns how many groups were dropped before `version`, by reason, as far as it remembers.
+        """
 
     def admitted(self, start: GroupStart, version: int) -> None:
         """A group was handed to a generator holding `version`."""
@@ -62,8 +65,9 @@ class Journal(Protocol):
 class NullJournal:
     """Remembers nothing."""
 
-    def opened(self, *, epoch: int, version: int, cursor: int) -> None:
+    def opened(self, *, epoch: int, version: int, cursor: int) -> Mapping[DropReason, int]:
         """See Journal."""
+        return {}
 
     def admitted(self, start: GroupStart, version: int) -> None:
         """See Journal."""

@@ -58,6 +58,6 @@ def status(epoch: Epoch | None, peers: Peers, now_s: float) -> dict[str, object]
             "epoch": epoch.number,
             "version": epoch.groups.ledger.version,
             "queued_bytes": epoch.groups.queued_bytes,
-            **epoch.groups.ledger.counts().model_dump(),
+            **epoch.groups.counts().model_dump(),
         }
     return values

@@ -110,7 +110,9 @@ class Learner:
         if self.recorder is not None:
             with self.tracer.span("learner/record"):
                 self.recorder.rollouts(delivery, batch=batch, result=result)
-                spans = self.tracer.totals()  # what recording takes from here on is the next step's
+                # The step ends here: what recording takes from here on is the next step's.
+                self.tracer.mark("step", version=step + 1)
+                spans = self.tracer.totals()
                 self.recorder.step(delivery, batch=batch, result=result, bound=bound, spans=spans)
 
     def _build(self, step: int, delivery: Delivery) -> StepBatch:

@@ -1,8 +1,8 @@
 """Seconds by cause over time and by step, for the page's stacked bars (telemetry/attribution.py).
 
-A step's window is what the learner's rank 0 did between the publication of version s and of s + 1, of the
-last time that this version was made; so a resumed run has the windows of its surviving history. Times are
-seconds since the run's first moment.
+A step's window is what the learner's rank 0 did between the records of two steps, checkpoint included:
+that of time/step_s in metrics.jsonl. Of a step that was made again it is the last time, so a resumed run
+has the windows of its surviving history. Times are seconds since the run's first moment.
 """
 
 from collections import defaultdict
@@ -54,22 +54,29 @@ def step_windows(lives: Iterable[Life]) -> dict[int, Interval]:
 
 
 def _made(life: Life) -> dict[int, Interval]:
-    """The steps of one life of the learner."""
+    """The steps of one life of the learner.
+
+    Traces of earlier releases have no mark "step": there a step ends with its publication, before its
+    checkpoint and its record.
+    """
+    ends = list(_marks(life, "step"))
+    begins = [span.end_s for span in life.spans if span.cause == "start"] if ends else []
     waits = [span.start_s for span in life.spans if span.cause == "wait_batch"]
-    reached_s = min(waits, default=life.start_s)
+    reached_s = min(begins or waits, default=life.start_s)
     made: dict[int, Interval] = {}
-    for name, version, at_s in _marks(life):
-        if name == "version" and version > 0 and at_s > reached_s:
+    for version, at_s in ends or _marks(life, "version"):
+        if version > 0 and at_s > reached_s:
             made[version - 1] = (reached_s, at_s)
             reached_s = at_s
     return made
 
 
-def _marks(life: Life) -> Iterator[tuple[str, int, float]]:
+def _marks(life: Life, name: str) -> Iterator[tuple[int, float]]:
+    """The version and the moment of each mark of this name."""
     for mark in life.marks:
         version = mark.get("args", {}).get("version")
-        if isinstance(version, int):
-            yield mark["name"], version, mark["ts"] / 1e6
+        if mark["name"] == name and isinstance(version, int):
+            yield version, mark["ts"] / 1e6
 
 
 def causes_by_step(lives: Sequence[Life]) -> dict[int, dict[str, Causes]]:
@@ -132,9 +139,16 @@ def _bins(lives: Sequence[Life], window: Interval) -> list[Causes]:
 
 
 def _whole(lives: Sequence[Life], window: Interval, split: Split | None) -> dict[str, Any]:
-    """Shares of the training as a whole, and the sentence about them."""
+    """Shares of the training as a whole, and the sentence about them.
+
+    The window of a resumed run holds the start-up of its later attempts, which `diagnose` takes out; so
+    do the shares, unless start-up is what the sentence names.
+    """
     found = diagnose(kind_shares(lives, window), split)
     spent = {kind: spread([li for li in lives if li.kind == kind], [window])[0] for kind in KINDS}
+    if found.limit != "start":
+        for causes in spent.values():
+            causes.pop("start", None)
     return {
         "shares": {
             kind: {cause: round(s / sum(causes.values()), 4) for cause, s in causes.items()}

@@ -3,7 +3,7 @@
 | state       | because                                                                  |
 |-------------|--------------------------------------------------------------------------|
 | running     | a supervisor holds the folder's lock, or its records grew within a minute |
-| done        | summary.json of the newest attempt says so                               |
+| done        | summary.json says so, which an attempt removes when it begins            |
 | interrupted | "                                                                        |
 | failed      | ", with the cause; or a process left an error                            |
 | killed      | none of these: whoever supervised it was killed                          |
@@ -36,7 +36,7 @@ def read_verdict(run_dir: Path) -> Verdict:
     """Judge a run folder."""
     if is_locked(run_dir / "lock"):
         return Verdict("running", "the run is going on")
-    summary = _newest_summary(run_dir)
+    summary = read_object(run_dir / "summary.json")
     if summary.get("outcome") == "done":
         return Verdict("done", "all steps were trained")
     if summary.get("failure"):
@@ -68,16 +68,6 @@ def is_locked(path: Path) -> bool:
     except OSError:  # no such file, or another user's
         return False
     return False
-
-
-def _newest_summary(run_dir: Path) -> dict[str, object]:
-    """summary.json unless a later attempt has begun since."""
-    try:
-        began_s = (run_dir / "run.json").stat().st_mtime
-        ended_s = (run_dir / "summary.json").stat().st_mtime
-    except OSError:
-        return read_object(run_dir / "summary.json")
-    return read_object(run_dir / "summary.json") if ended_s >= began_s else {}
 
 
 def _last_write(run_dir: Path) -> float:

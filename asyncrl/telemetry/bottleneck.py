@@ -15,6 +15,11 @@ run at most
 the largest is named. "turns" is no process, so it wins only when the two sides pass more time in it than
 one of them alone explains.
 
+Start-up is left in, and is a candidate by itself, when the learner has none in its time: it trains, and
+waits for engines that come late or were started again. If that does not cost most, it is taken out.
+
+    start        min(wait_batch, start)
+
 If learner or generation limit a run of N GPUs, each of which serves one side, work is counted in GPUs
 that are busy, W = GPUs of a side * share of time in which it does not wait. If a side's work divides
 evenly among its GPUs, both sides are always busy when the learner has N * W_l / (W_l + W_g) of them.
@@ -26,7 +31,7 @@ from typing import Literal
 
 Limit = Literal[
     "none", "learner", "checkpoint", "generation", "scoring", "weights", "evaluation", "overhead",
-    "turns",
+    "turns", "start",
 ]  # fmt: skip
 
 QUIET = 0.1
@@ -69,6 +74,8 @@ def diagnose(shares: Mapping[str, Mapping[str, float]], split: Split | None = No
             without learner or generators there is nothing to compare, and the limit is "none".
         split: of the run's GPUs, if there is one.
     """
+    if (late := _late(shares.get("learner", {}), shares.get("generator", {}))) is not None:
+        return late
     learner, generator = _running(shares.get("learner")), _running(shares.get("generator"))
     if not learner or not generator:
         return Diagnosis("none", 0.0, "only one side has run so far")
@@ -84,6 +91,17 @@ def diagnose(shares: Mapping[str, Mapping[str, float]], split: Split | None = No
     if split is not None and limit in ("learner", "generation"):
         text += _better(split, learner, generator)
     return Diagnosis(limit, cost, text)
+
+
+def _late(learner: Mapping[str, float], generator: Mapping[str, float]) -> Diagnosis | None:
+    """Generators that start up while the learner trains; None if that is not what costs most."""
+    start = generator.get("start", 0.0)
+    cost = min(learner.get("wait_batch", 0.0), start)
+    if learner.get("start") or cost < max(QUIET, *_costs(learner, generator).values()):
+        return None
+    return Diagnosis(
+        "start", cost, f"{_waits(learner)}, generators start up (again) {start:.0%}: see logs/"
+    )
 
 
 def _running(causes: Mapping[str, float] | None) -> dict[str, float]:

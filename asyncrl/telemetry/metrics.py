@@ -96,7 +96,9 @@ METRICS: dict[str, Metric] = {
     "optimizer/learning_rate": Metric("1", "value", "learning rate of the step"),
     "optimizer/skipped": Metric("1", "value", "1 if the step changed no weight"),
     "optimizer/updates": Metric("updates", "value", "optimizer updates of the step"),
-    "ledger/admitted": Metric("groups", "value", "groups started so far"),
+    "ledger/admitted": Metric(
+        "groups", "value", "groups started so far in the history that survived"
+    ),
     "ledger/trained": Metric("groups", "value", "groups trained so far, this batch included"),
     "ledger/dropped_stale": Metric("groups", "value", "groups dropped as too old"),
     "ledger/dropped_filtered": Metric("groups", "value", "groups dropped without signal"),

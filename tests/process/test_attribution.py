@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main
+from asyncrl.report.causes import causes_by_step
 from asyncrl.telemetry.attribution import (
     kind_shares,
     process_seconds,
@@ -80,6 +81,20 @@ def assert_every_second_has_a_cause(run_dir: Path) -> None:
         assert whole_s > 1.0
 
 
+def assert_the_page_has_the_times_of_the_records(run_dir: Path) -> None:
+    """Both come from the same spans, but the file rounds them to microseconds."""
+    by_step = causes_by_step(read_lives(run_dir))
+    assert list(by_step) == [record["step"] for record in records(run_dir)]
+    assert [s for s, kinds in by_step.items() if "checkpoint" in kinds["learner"]] == [11, 23]
+    for record in records(run_dir):
+        causes = by_step[record["step"]]["learner"]
+        for cause in ("checkpoint", "forward"):
+            expected_s = record[f"time/{cause}_s"]
+            assert causes.get(cause, 0.0) == pytest.approx(expected_s, abs=1e-4)
+        # Read a line of code apart, between which the process may have to wait for a core.
+        assert sum(causes.values()) == pytest.approx(record["time/step_s"], abs=0.25)
+
+
 def test_a_slow_scorer_is_named(small: Path, tmp_path: Path) -> None:
     (tmp_path / "scorer.py").write_text(SCORER)
     rows = "".join(json.dumps({"prompt": f"say {n}", "answer": "a"}) + "\n" for n in range(40))
@@ -111,8 +126,10 @@ def test_a_slow_generator_is_named_and_its_run_makes_one_timeline(
 ) -> None:
     """Long answers."""
     run_dir, output = run(
-        tmp_path, small, "engine.max_completion_tokens=200", "pipeline.num_steps=24"
-    )
+        tmp_path, small, "engine.max_completion_tokens=200", "pipeline.num_steps=24",
+        "checkpoint.every_steps=12",
+    )  # fmt: skip
+    assert_the_page_has_the_times_of_the_records(run_dir)
     assert_named(run_dir, output, "generation", "generation is the bottleneck")
     assert_every_second_has_a_cause(run_dir)
     with pytest.raises(SystemExit, match="0"):

@@ -118,6 +118,7 @@ def test_a_killed_generator_is_restarted_and_no_group_is_lost(model: Path, tmp_p
     code, output = finish(process)
     assert code == 0, output
     assert "generator-0: killed by SIGKILL" in output
+    assert "generators start up (again)" in output  # meanwhile the learner waits
     steps = records(run_dir)
     assert len(steps) == 30
     assert_books_close(steps)
@@ -189,6 +190,10 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_ended(model: Path, tmp_path:
     assert [record["step"] for record in steps] == list(range(8))
     ordinals = {rollout["ordinal"] for rollout in records(run_dir, "rollouts")}
     assert ordinals == set(range(8 * 4))  # no prompt twice, none left out
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 8  # of both attempts, as train_minutes
+    assert summary["last_attempt_minutes"] > 0.0
+    assert read_verdict(run_dir).state == "done"
 
 
 def num_steps(run_dir: Path) -> int:

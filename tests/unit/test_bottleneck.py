@@ -59,6 +59,29 @@ def test_start_up_of_either_side_changes_nothing(limit, learner, generator, scor
     assert found.limit == limit
 
 
+@pytest.mark.parametrize(
+    ("limit", "learner", "generator", "words"),
+    [
+        ("start", {"wait_batch": 95, "forward": 5}, {"start": 93, "wait_score": 4, "other": 3},
+         "learner waits for batches 95%, generators start up (again) 93%: see logs/"),
+        ("start", {"wait_batch": 99, "forward": 1}, {"start": 100}, "start up (again) 100%"),
+        # One of four engines is started again, the other three are what the learner waits for.
+        ("generation", STARVED, {"start": 25, "decode": 75}, "generation is the bottleneck"),
+        # The learner does not wait for the one that starts: of the others' time 80 % is credit.
+        ("learner", FULL, {"start": 50, "wait_credit": 40, "decode": 10}, "for credit 80%: the learner"),
+        # The learner starts as well: it is the beginning of an attempt.
+        ("scoring", {"start": 1, "wait_batch": 95, "forward": 4},
+         {"start": 93, "wait_score": 4, "other": 3}, "scoring is the bottleneck"),
+    ],
+)  # fmt: skip
+def test_engines_that_start_while_the_learner_trains_are_named_if_it_waits_for_them(
+    limit, learner, generator, words
+):
+    found = diagnose({"learner": of(learner), "generator": of(generator)})
+    assert found.limit == limit
+    assert words in found.text
+
+
 def test_one_side_alone_has_nothing_to_be_compared_with():
     for shares in ({}, {"learner": of(STARVED)}, {"generator": {"decode": 1.0}}):
         assert diagnose(shares).limit == "none"

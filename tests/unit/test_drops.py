@@ -8,14 +8,14 @@ from asyncrl.broker.drops import MAX_PAYLOAD_BYTES, DropLog
 from asyncrl.broker.journal import Drop
 from asyncrl.broker.state import Broker
 from asyncrl.wire import messages as m
-from tests.unit.broker_desk import SETTINGS, Desk
+from tests.unit.broker_desk import SETTINGS, Desk, work
 
 
-def desk_with_log(path, *, num_payloads=1, **changes):
+def desk_with_log(path, *, num_payloads=1, learner=None, **changes):
     desk = Desk()
     log = DropLog(path, num_payloads=num_payloads)
     desk.broker = Broker(replace(SETTINGS, **changes), journal=log)
-    desk.join("learner", "learner")
+    desk.join("learner", "learner", **(learner or {}))
     desk.join("gen")
     return desk, log
 
@@ -89,3 +89,42 @@ def test_a_learner_that_comes_back_sets_aside_what_was_dropped_in_steps_it_makes
     assert [d["group_id"] for d in written(path)] == [0, 1, 9]
     aside = path.with_name("drops.jsonl.set-aside")
     assert [d["group_id"] for d in written(aside)] == [2, 3]
+
+
+def check_steps(desk, path, steps):
+    """Each step loses a group to zero signal and one to a failure, and trains two of the four."""
+    for step in steps:
+        starts = work(desk.want(num_groups=4))
+        filtered, failed, *trained = [group_id for group_id, _, _ in starts]
+        desk.done("gen", filtered, scores=(1.0, 1.0))
+        desk.say("gen", m.GroupFailed(group_id=failed, reason="engine_error", retry=False))
+        for group_id in trained:
+            desk.done("gen", group_id)
+        [batch] = desk.batch(step)
+        # After step s there were s + 1 steps, whichever attempt made them.
+        made = step + 1
+        assert batch.ledger.model_dump() == {
+            "admitted": 4 * made, "trained": 2 * made, "dropped_filtered": made, "failed": made,
+            "dropped_stale": 0, "queued": 0, "in_flight": 0,
+        }  # fmt: skip
+        reasons = [line["reason"] for line in written(path)]
+        assert reasons == ["zero_signal", "engine_error"] * made
+
+
+def test_after_a_resume_the_books_and_the_file_still_tell_of_one_history(tmp_path):
+    path = tmp_path / "drops.jsonl"
+    changes = {"zero_signal": "drop", "depth": 4, "max_staleness": 8, "num_steps": 9}
+    desk, log = desk_with_log(path, **changes)
+    check_steps(desk, path, range(4))
+    log.close()
+    # Another broker, and a learner whose checkpoint is that of version 2; then of version 5.
+    again = {"epoch": 1, "version": 2, "cursor": 8}
+    desk, log = desk_with_log(path, learner=again, **changes)
+    check_steps(desk, path, range(2, 6))
+    desk.say("learner", m.Bye(reason="back soon"))
+    desk.join("learner", "learner", epoch=2, version=5, cursor=20)
+    assert desk.broker.status(0.0)["admitted"] == 4 * 5
+    check_steps(desk, path, range(5, 7))
+    log.close()
+    # Credits are those of the ledger, which starts at version * groups_per_step.
+    assert desk.counts.admitted == 2 * 5 + 4 * 2

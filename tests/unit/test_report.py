@@ -12,7 +12,7 @@ from asyncrl.report.data import collect, columns
 from asyncrl.report.page import write_report
 from asyncrl.report.rollouts import GROUP, ROW
 from asyncrl.report.verdict import read_verdict
-from asyncrl.run_folder import run_folder
+from asyncrl.run_folder import begin_attempt, run_folder
 from asyncrl.wire.codec import encode_group
 from tests.reference.groups import group, rollout
 from tests.unit.run_folders import make_run, rollout_record, step_record, write_lines
@@ -182,14 +182,27 @@ def test_how_a_run_ended_is_read_from_what_it_left(tmp_path, monkeypatch):
     assert read_verdict(tmp_path).state == "empty"
 
 
-def test_a_summary_of_an_earlier_attempt_is_not_the_verdict(tmp_path):
+def test_a_finished_run_is_that_whatever_the_times_of_its_files_are(tmp_path):
     run_dir = make_run(tmp_path / "run")
-    old = (run_dir / "run.json").stat().st_mtime - 3600
-    for path in run_dir.glob("*.json*"):
-        os.utime(path, (old, old))
+    ended_s = (run_dir / "summary.json").stat().st_mtime
+    os.utime(run_dir / "run.json", (ended_s + 10, ended_s + 10))  # as a copy may leave them
     assert read_verdict(run_dir).state == "done"
-    os.utime(run_dir / "run.json", (old + 10, old + 10))  # resumed, and killed since
+
+
+def test_how_an_earlier_attempt_ended_is_not_the_verdict_on_the_one_that_began_after_it(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "summary.json").write_text('{"outcome": "failed"}')
+    (run_dir / "errors").mkdir()
+    error = {"type": "NoProgressError", "message": "nothing came", "time_s": 2.0}
+    (run_dir / "errors" / "broker.json").write_text(json.dumps(error))
+    assert read_verdict(run_dir).state == "failed"
+    assert begin_attempt(run_dir, {"run_id": "new", "seed": 7}) == "abc"
+    assert read_verdict(run_dir).state == "running"
+    for path in run_dir.glob("*.json*"):  # killed, and nothing was written since an hour
+        os.utime(path, (path.stat().st_mtime - 3600,) * 2)
     assert read_verdict(run_dir).state == "killed"
+    record = json.loads((run_dir / "run.json").read_text())
+    assert (record["run_id"], record["earlier"]["commit"]) == ("abc", "0" * 40)
 
 
 def test_a_run_is_going_on_for_as_long_as_its_supervisor_holds_the_folder(tmp_path):

@@ -12,12 +12,15 @@ from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.lives import Life, Span
 
 
-def life(spans, *, kind="learner", process=None, start=0.0, end=100.0, versions=()):
-    """`spans`: (cause, start, end); `versions`: (version, at)."""
+def life(spans, *, kind="learner", process=None, start=0.0, end=100.0, versions=(), steps=()):
+    """`spans`: (cause, start, end); `versions` published and `steps` recorded: (version, at)."""
     made = Life(
         process=process or kind, kind=kind, boot="b", ahead_s=0.0, start_s=start, end_s=end,
         spans=[Span(f"{kind}/{cause}", float(a), float(b)) for cause, a, b in spans],
-        marks=[{"name": "version", "ts": at * 1e6, "args": {"version": v}} for v, at in versions],
+        marks=[
+            {"name": name, "ts": at * 1e6, "args": {"version": version}}
+            for name, marks in (("version", versions), ("step", steps)) for version, at in marks
+        ],
     )  # fmt: skip
     made.spans.sort(key=lambda span: (span.start_s, -span.end_s))
     return made
@@ -78,6 +81,23 @@ def test_a_step_is_what_lies_between_two_publications():
     }
 
 
+def test_a_step_has_its_own_checkpoint_and_record_also_the_last_one():
+    # Joined at 8. Published at 20 and 33, recorded up to 27 and 39; the recording goes on for a second.
+    learner = life(
+        [
+            ("start", 0, 8), ("snapshot", 8, 10), ("wait_batch", 10, 14), ("forward", 14, 20),
+            ("checkpoint", 20, 25), ("record", 25, 28), ("wait_batch", 28, 29), ("forward", 29, 33),
+            ("checkpoint", 33, 38), ("record", 38, 40), ("eval", 40, 60),
+        ],
+        versions=[(4, 9.0), (5, 20.0), (6, 33.0)], steps=[(5, 27.0), (6, 39.0)],
+    )  # fmt: skip
+    found = causes_by_step([learner])
+    assert {step: kinds["learner"] for step, kinds in found.items()} == {
+        4: {"snapshot": 2.0, "wait_batch": 4.0, "forward": 6.0, "checkpoint": 5.0, "record": 2.0},
+        5: {"record": 2.0, "wait_batch": 1.0, "forward": 4.0, "checkpoint": 5.0},
+    }
+
+
 def test_other_ranks_of_the_learner_are_not_counted_twice():
     first = life([("wait_batch", 0, 4), ("forward", 4, 10)], versions=[(1, 10.0)])
     second = life([("forward", 4, 10)], process="learner-1")
@@ -111,6 +131,47 @@ def test_strips_cover_the_run_and_its_training_and_sum_to_the_time_a_process_liv
     assert strips([], None) == {}
 
 
+def test_the_shares_of_a_resumed_run_are_those_of_its_sentence():
+    # Two attempts of 10 s of training each, the learner waits for 4 and for 5 s of them; between them
+    # 30 s without any process and 40 s of start-up.
+    def learner(start, joined, waited_s, version):
+        return life(
+            [
+                ("start", start, joined), ("wait_batch", joined, joined),
+                ("wait_batch", joined, joined + waited_s),
+                ("forward", joined + waited_s, joined + 10),
+            ],
+            start=start, end=joined + 10, versions=[(version, joined + 10.0)],
+        )  # fmt: skip
+
+    def generator(start, joined):
+        spans = [("start", start, joined), ("decode", joined, joined + 9)]
+        return life(spans, kind="generator", start=start, end=joined + 10)
+
+    lives = [
+        learner(-20.0, 0.0, 4, 1), generator(-20.0, 0.0),
+        learner(40.0, 80.0, 5, 2), generator(40.0, 80.0),
+    ]  # fmt: skip
+    found = strips(lives, None)
+    assert found["shares"] == {
+        "learner": {"wait_batch": 0.45, "forward": 0.55}, "generator": {"decode": 0.9, "other": 0.1},
+    }  # fmt: skip
+    assert found["sentence"].startswith("learner waits for batches 45%: generation is")
+
+
+def test_start_up_is_shown_where_it_is_what_the_learner_waits_for():
+    learner = life(
+        [("wait_batch", 0, 1), ("wait_batch", 1, 9), ("forward", 9, 11)],
+        end=11.0,
+        versions=[(1, 11.0)],
+    )
+    generator = life([("start", 2, 8), ("decode", 8, 12)], kind="generator", start=2.0, end=12.0)
+    found = strips([learner, generator], None)
+    # Of 10 s after the first batch the learner waits for 8; the generator lives for 9, starts for 6.
+    assert found["shares"]["generator"] == {"start": 0.6667, "decode": 0.3333}
+    assert "80%, generators start up (again) 67%" in found["sentence"]
+
+
 def usual_step(**more):
     return {"learner": {"wait_batch": 0.2, "forward": 0.8, **more}, "generator": {"decode": 1.0}}
 
@@ -133,6 +194,17 @@ def test_a_slow_step_is_explained_by_what_it_had_more_than_its_neighbours():
     )
     assert "checkpoint" not in slow.text
     assert "evaluation is the bottleneck" in slow.text
+
+
+def test_a_step_in_which_a_generator_was_started_again_says_so():
+    steps = [usual_step() for _ in range(5)]
+    steps[2] = {
+        "learner": {"wait_batch": 9.5, "forward": 0.5},
+        "generator": {"start": 9.3, "wait_score": 0.4, "other": 0.3},
+    }
+    text = explain(steps)[2].text
+    assert "meanwhile the generators spent 93% starting up" in text
+    assert text.endswith("batches 95%, generators start up (again) 93%: see logs/.")
 
 
 def test_a_step_that_waited_no_longer_than_others_does_not_blame_the_generators():
