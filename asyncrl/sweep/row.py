@@ -15,6 +15,8 @@ its `attempts` is above 1, and comparisons by wall clock leave it out.
 """
 
 import json
+import os
+import secrets
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,8 +44,11 @@ def write_row(run_dir: Path, row: Row) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once: a reader, or a kill, finds the old or the new one."""
-    draft = path.with_name(f".{path.name}.partial")
+    """Replace a file at once: a reader, or a kill, finds the old or the new one.
+
+    Of several writers, on one host or many, the last one's stays.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     draft.write_text(text)
     draft.replace(path)
 

@@ -17,7 +17,7 @@ from asyncrl.sweep.host import CONSOLE, cause_of, prune, state_of
 from asyncrl.sweep.page import make_page
 from asyncrl.sweep.plan import PlannedRun, plan_runs
 from asyncrl.sweep.result import make_cells, make_result
-from asyncrl.sweep.row import area, done_row, failed_row, read_row, write_row
+from asyncrl.sweep.row import area, done_row, failed_row, read_row, write_row, write_whole
 from asyncrl.sweep.settings import SweepSettings, read_sweep
 
 BASE = """
@@ -119,6 +119,20 @@ def test_curves_of_runs_evaluated_at_other_versions_are_averaged_at_equal_sample
         [0, (1 / 3 + 0.7 / 3) / 2, (2 / 3 + 1.1 / 3) / 2, 0.8]
     )
     assert [point["seconds"] for point in curve] == pytest.approx([0, 40 / 3, 80 / 3, 40])
+
+
+def test_writers_of_one_file_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    class Met(type(tmp_path)):  # type: ignore[misc]
+        """A path that another writer replaces just before it is replaced itself."""
+
+        def replace(self, target: Path) -> Path:
+            write_whole(tmp_path / target.name, "of the other")
+            assert (tmp_path / target.name).read_text() == "of the other"
+            return super().replace(target)
+
+    write_whole(Met(tmp_path / "sweep.json"), "own")
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+    assert (tmp_path / "sweep.json").read_text() == "own"
 
 
 def test_attempts_are_counted_through_resumes(tmp_path: Path) -> None:
