@@ -15,6 +15,7 @@ its `attempts` is above 1, and comparisons by wall clock leave it out.
 """
 
 import json
+import math
 import os
 import secrets
 import statistics
@@ -23,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import ConfigError
 from asyncrl.sweep.plan import PlannedRun, samples_per_step
 from asyncrl.telemetry.console import read_records
 
@@ -33,9 +35,20 @@ Row = dict[str, Any]
 
 
 def read_row(run_dir: Path) -> Row | None:
-    """The row of a run that has ended, None if it has none."""
+    """The row of a run that has ended, None if it has none.
+
+    Raises:
+        ConfigError: a score in it is no finite number.
+    """
     path = run_dir / ROW
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    row: Row = json.loads(path.read_text())
+    try:
+        _check_scores(path, row)
+    except ValueError as error:
+        raise ConfigError(f"{error}; delete {run_dir} to have the run made again") from error
+    return row
 
 
 def write_row(run_dir: Path, row: Row) -> None:
@@ -62,7 +75,7 @@ def done_row(run: PlannedRun, *, seconds: float) -> Row:
     """The row of a run that ended well, from the records in its folder.
 
     Raises:
-        ValueError: a record that every finished run has is missing.
+        ValueError: a record that every finished run has is missing, or a score is no finite number.
     """
     steps = read_records(run.run_dir / "metrics.jsonl")
     evals = sorted(read_records(run.run_dir / "evals.jsonl"), key=lambda e: int(e["version"]))
@@ -84,7 +97,22 @@ def done_row(run: PlannedRun, *, seconds: float) -> Row:
     for name, metric in _MEANS.items():
         values = [record[metric] for record in steps if metric in record]
         row[name] = statistics.fmean(values) if values else None
+    _check_scores(run.run_dir, row)
     return row
+
+
+def _check_scores(place: Path, row: Row) -> None:
+    """What intervals are made of; NaN would pass through every mean.
+
+    Raises:
+        ValueError: a score of a finished run is not finite.
+    """
+    if row["outcome"] != "done":
+        return
+    scores = {f"score at version {point['version']}": point["score"] for point in row["curve"]}
+    for name, score in (scores | {key: row[key] for key in ("final", "area_samples")}).items():
+        if not math.isfinite(score):
+            raise ValueError(f"{place}: its {name} is {score}, expected a finite number")
 
 
 def _head(run: PlannedRun, seconds: float) -> Row:

@@ -2,6 +2,8 @@
 
 import fcntl
 import json
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,32 @@ def test_a_run_without_its_last_step_or_evaluation_is_not_done(
     record(run, scores=scores, num=num)
     with pytest.raises(ValueError, match="is incomplete"):
         done_row(run, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ((0.0, math.nan, 1.0), "score at version 2 is nan"),
+        ((0.0, 0.5, math.inf), "score at version 4 is inf"),
+    ],
+)
+def test_a_score_that_is_no_number_is_refused_by_name(
+    tmp_path: Path, scores: tuple[float, ...], said: str
+) -> None:
+    settings, runs = plan(tmp_path)
+    for run in runs:
+        record(run, scores=scores if run is runs[1] else (0.0, 0.5, 1.0))
+    name = re.escape(runs[1].name)
+    with pytest.raises(ValueError, match=f"{name}: its {said}"):
+        done_row(runs[1], seconds=1.0)
+
+    row = done_row(runs[0], seconds=1.0)  # one that was written before, or by hand
+    for point, score in zip(row["curve"], scores, strict=True):
+        point["score"] = score
+    write_row(runs[1].run_dir, row | {"name": runs[1].name, "final": scores[-1]})
+    for call in (lambda: make_result(settings, runs), lambda: state_of(runs[1])):
+        with pytest.raises(ConfigError, match=f"{name}/row.json: its {said}.*delete"):
+            call()
 
 
 def test_curves_of_runs_evaluated_at_other_versions_are_averaged_at_equal_samples() -> None:
