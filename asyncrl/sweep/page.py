@@ -123,7 +123,9 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         if row["outcome"] == "done":
             age = row["staleness"]["mean"]
-            found = [f"{row['final']:.3f}", f"{row['area_samples']:.3f}", str(age)]
+            unscored = row.get("num_unscored")
+            final = f"{row['final']:.3f}" + (f" ({unscored} unscored)" if unscored else "")
+            found = [final, f"{row['area_samples']:.3f}", str(age)]
         else:
             found = ["failed", html.escape(row["cause"]), ""]
         lines.append([html.escape(row["name"]), *found, row["run_seconds"], row["attempts"]])

@@ -2,8 +2,6 @@
 
 import fcntl
 import json
-import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,57 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import to_toml
 from asyncrl.errors import ConfigError
 from asyncrl.sweep.figure import draw_all
 from asyncrl.sweep.host import CONSOLE, cause_of, prune, state_of
 from asyncrl.sweep.page import make_page
-from asyncrl.sweep.plan import PlannedRun, plan_runs
 from asyncrl.sweep.result import make_cells, make_result
 from asyncrl.sweep.row import area, done_row, failed_row, read_row, write_row, write_whole
-from asyncrl.sweep.settings import SweepSettings, read_sweep
-
-BASE = """
-[model]
-path = "some/model"
-[task]
-kind = "repeat_letter"
-[pipeline]
-groups_per_step = 2
-group_size = 3
-num_steps = 4
-[eval]
-every_steps = 2
-"""
-
-
-def plan(folder: Path, *overrides: str) -> tuple[SweepSettings, list[PlannedRun]]:
-    (folder / "base.toml").write_text(BASE)
-    (folder / "sweep.toml").write_text(
-        f'base = "base.toml"\nout = "{folder}/out"\n'
-        "[grid]\nseed = [0, 1, 2]\npipeline.max_staleness = [0, 4]\n"
-    )
-    settings = read_sweep(folder / "sweep.toml", overrides)
-    return settings, plan_runs(settings)
-
-
-def record(run: PlannedRun, *, scores: tuple[float, ...] = (0.0, 0.5, 1.0), num: int = 4) -> None:
-    """The files of a run of four steps with evaluations at versions 0, 2, 4."""
-    run.run_dir.mkdir(parents=True)
-    steps = [
-        {"step": s, "version": s + 1, "time/step_s": 10.0 + s, "mismatch/k3": 0.1 * s,
-         "correction/ess": 1.0, "staleness/tokens@0": 6.0, "staleness/tokens@2": 2.0 * s}
-        for s in range(num)
-    ]  # fmt: skip
-    evals = [
-        {"version": 2 * i, "mean_score": score, "num_samples": 8, "num_unscored": 0}
-        for i, score in enumerate(scores)
-    ]
-    for name, entries in (("metrics", steps), ("evals", evals[::-1])):
-        text = "".join(json.dumps(entry) + "\n" for entry in entries)
-        (run.run_dir / f"{name}.jsonl").write_text(text)
-    (run.run_dir / "config.toml").write_text(to_toml(run.config))
-    (run.run_dir / "run.json").write_text(json.dumps({"commit": "c", "dirty": False}))
+from tests.unit.sweep_folders import plan, record
 
 
 def cell_row(k: int, curve: list[dict[str, float]]) -> dict[str, Any]:
@@ -102,32 +56,6 @@ def test_a_run_without_its_last_step_or_evaluation_is_not_done(
     record(run, scores=scores, num=num)
     with pytest.raises(ValueError, match="is incomplete"):
         done_row(run, seconds=1.0)
-
-
-@pytest.mark.parametrize(
-    ("scores", "said"),
-    [
-        ((0.0, math.nan, 1.0), "score at version 2 is nan"),
-        ((0.0, 0.5, math.inf), "score at version 4 is inf"),
-    ],
-)
-def test_a_score_that_is_no_number_is_refused_by_name(
-    tmp_path: Path, scores: tuple[float, ...], said: str
-) -> None:
-    settings, runs = plan(tmp_path)
-    for run in runs:
-        record(run, scores=scores if run is runs[1] else (0.0, 0.5, 1.0))
-    name = re.escape(runs[1].name)
-    with pytest.raises(ValueError, match=f"{name}: its {said}"):
-        done_row(runs[1], seconds=1.0)
-
-    row = done_row(runs[0], seconds=1.0)  # one that was written before, or by hand
-    for point, score in zip(row["curve"], scores, strict=True):
-        point["score"] = score
-    write_row(runs[1].run_dir, row | {"name": runs[1].name, "final": scores[-1]})
-    for call in (lambda: make_result(settings, runs), lambda: state_of(runs[1])):
-        with pytest.raises(ConfigError, match=f"{name}/row.json: its {said}.*delete"):
-            call()
 
 
 def test_curves_of_runs_evaluated_at_other_versions_are_averaged_at_equal_samples() -> None:
