@@ -80,6 +80,11 @@ def _outcome(run_dir: Path) -> str:
     return json.loads(path.read_text())["outcome"] if path.exists() else ""
 
 
+def seconds_of(run_dir: Path) -> float:
+    """Wall clock of the last attempt of a run that has ended, as it measured that itself."""
+    return 60.0 * float(json.loads((run_dir / "summary.json").read_text())["wall_minutes"])
+
+
 def clear(run_dir: Path) -> None:
     """Remove what an earlier attempt left."""
     shutil.rmtree(run_dir, ignore_errors=True)

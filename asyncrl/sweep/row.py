@@ -7,6 +7,7 @@
 | num_unscored    | samples of the last evaluation that got no score                             |
 | area_samples    | mean score over training: area under the curve / its width, trapezoid rule   |
 | staleness       | of all trained tokens: mean, max, and tokens by staleness                    |
+| run_seconds     | wall clock of the run's last attempt, its start and end included             |
 | ess             | correction/ess, mean over steps: effective share under the loss's weights    |
 | ratio_ess, k3   | mismatch/ess and mismatch/k3, mean over steps: how far pi_prox is from mu    |
 

@@ -27,6 +27,7 @@ from asyncrl.sweep.host import (
     cause_of,
     clear,
     prune,
+    seconds_of,
     share_cores,
     share_gpus,
     state_of,
@@ -146,7 +147,7 @@ class Runner:
             return True
         with lock:
             if state == "ended":
-                self._finish(run, 0, seconds=0.0)
+                self._finish(run, 0, seconds=seconds_of(run.run_dir))
             elif state == "busy":
                 self._leave(run)
             else:

@@ -138,8 +138,12 @@ def test_a_run_whose_row_was_never_written_gets_one_without_a_second_training(
     settings, runs = plan(tmp_path)
     leave_row(runs[0])
     (runs[0].run_dir / "row.json").unlink()
-    (runs[0].run_dir / "summary.json").write_text(json.dumps({"outcome": "done"}))
+    (runs[0].run_dir / "summary.json").write_text(
+        json.dumps({"outcome": "done", "wall_minutes": 1.5})
+    )
     said: list[str] = []
     assert Runner(settings, runs[:1], said.append).run() == 1
     assert [line for line in said if "started" in line] == []
-    assert "is incomplete: 0 steps" in (read_row(runs[0].run_dir) or {})["cause"]
+    row = read_row(runs[0].run_dir) or {}
+    assert "is incomplete: 0 steps" in row["cause"]
+    assert row["run_seconds"] == 90.0  # what the run itself took

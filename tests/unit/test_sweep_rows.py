@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.sweep.figure import draw_all
+from asyncrl.sweep.figure import curve_label, draw_all
 from asyncrl.sweep.host import CONSOLE, cause_of, prune, state_of
 from asyncrl.sweep.page import make_page
 from asyncrl.sweep.result import make_cells, make_result
@@ -206,6 +206,38 @@ def test_wall_clock_is_compared_up_to_the_end_of_the_fastest_run(tmp_path: Path)
     assert slow["area_seconds"]["mean"] == 0.25  # half way up: from 0 to 0.5
     assert fast["area_seconds"] == {"mean": 0.5, "low": 0.5, "high": 0.5, "num": 1}
     assert fast["num_done"] == 2
+
+
+def test_resumed_runs_have_no_part_in_the_seconds_of_a_curve(tmp_path: Path) -> None:
+    def row(end_s: float, score: float, attempts: int = 1) -> dict[str, Any]:
+        curve = [{"samples": v, "seconds": s, "score": score} for v, s in ((0, 0.0), (4, end_s))]
+        return cell_row(4, curve) | {"attempts": attempts}
+
+    (mixed,) = make_cells([row(40.0, 0.5), row(20.0, 0.5), row(1000.0, 0.8, attempts=2)])
+    assert mixed["num_timed"] == 2
+    # Seconds: the median of 40 and 20; the score is over all three: 1.8 / 3.
+    assert (mixed["curve"][-1]["seconds"], mixed["curve"][-1]["mean"]) == (30.0, pytest.approx(0.6))
+    assert curve_label(mixed, "seconds") == "k = 4"
+
+    (resumed,) = make_cells([row(40.0, 0.5, attempts=2), row(60.0, 0.5, attempts=3)])
+    assert (resumed["num_timed"], resumed["curve"][-1]["seconds"]) == (0, 50.0)
+    assert curve_label(resumed, "seconds") == "k = 4, resumed"
+    assert curve_label(resumed, "samples") == "k = 4"  # samples are what they are
+
+
+def test_the_page_says_where_all_seconds_are_of_resumed_runs(tmp_path: Path) -> None:
+    settings, runs = plan(tmp_path)
+    for run in runs:
+        record(run)
+        if run.k == 4:
+            earlier = {"commit": "a"}
+            (run.run_dir / "run.json").write_text(json.dumps({"commit": "c", "earlier": earlier}))
+        write_row(run.run_dir, done_row(run, seconds=7.0))
+    page = make_page(make_result(settings, runs), {})
+    assert page.count("every run was resumed") == 1
+    assert "base, k = 4: every run was resumed" in page
+    assert "<th>seconds of last attempt</th>" in page
+    assert "<td>7.0</td><td>2</td>" in page
 
 
 def test_a_result_names_failed_and_missing_runs(tmp_path: Path) -> None:
