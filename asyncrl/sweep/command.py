@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from asyncrl.errors import ConfigError
 from asyncrl.sweep.figure import check_matplotlib, draw_all
+from asyncrl.sweep.host import row_of
 from asyncrl.sweep.locks import part_of
 from asyncrl.sweep.page import make_page
 from asyncrl.sweep.plan import PlannedRun, plan_runs, shard
@@ -29,8 +30,9 @@ def sweep(settings: SweepSettings, *, part: tuple[int, int], report_only: bool) 
     """Run part i of n of the sweep, unless only the report is wanted; returns the exit code.
 
     Raises:
-        ConfigError: settings are wrong, another process works on the same part or cuts the sweep into
-            other parts, or `report_only` and there is nothing to report, or matplotlib is missing.
+        ConfigError: settings are wrong, `out` holds finished runs of another sweep, another process works
+            on the same part or cuts the sweep into other parts, or `report_only` and there is nothing to
+            report, or matplotlib is missing.
     """
     runs = plan_runs(settings)
     if report_only:
@@ -40,6 +42,8 @@ def sweep(settings: SweepSettings, *, part: tuple[int, int], report_only: bool) 
     mine = shard(runs, *part)
     with part_of(settings.folder, *part):
         of_all = f" (of {len(runs)})" if len(mine) < len(runs) else ""
+        for run in runs:
+            row_of(run)  # also those of other parts: the result takes in all of them
         say(f"sweep {settings.name}: {len(mine)} runs{of_all} in {settings.folder}")
         code = Runner(settings, mine, say).run()
         if code != 130:

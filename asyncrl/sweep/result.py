@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.sweep.host import row_of
 from asyncrl.sweep.intervals import percentile_interval
 from asyncrl.sweep.plan import PlannedRun
-from asyncrl.sweep.row import Row, area, read_row, write_whole
+from asyncrl.sweep.row import Row, area, write_whole
 from asyncrl.sweep.settings import SweepSettings
 from asyncrl.sweep.verdict import judge
 from asyncrl.telemetry.provenance import provenance
@@ -39,8 +40,12 @@ Result = dict[str, Any]
 
 
 def make_result(settings: SweepSettings, runs: Sequence[PlannedRun]) -> Result:
-    """What is known by now of all planned runs."""
-    found = {run.name: read_row(run.run_dir) for run in runs}
+    """What is known by now of all planned runs.
+
+    Raises:
+        ConfigError: a run's folder holds a finished run of another sweep, or a score that is none.
+    """
+    found = {run.name: row_of(run) for run in runs}
     rows = [row for row in found.values() if row is not None]
     cells = make_cells(rows)
     planned = [(run.variant, run.k, run.seed) for run in runs]
