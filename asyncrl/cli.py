@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.arguments import parse
 from asyncrl.config import RunConfig, read_config, to_toml
 from asyncrl.errors import ConfigError
 from asyncrl.guard import guard, leave
@@ -34,7 +35,7 @@ from asyncrl.sweep.settings import SweepSettings, read_sweep
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, do it, exit."""
-    options = _parser().parse_args(arguments)
+    options = parse(_parser(), arguments)
     try:
         if "config" not in options:
             sys.exit(options.do(options))
@@ -76,8 +77,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--name", default=default_name, help="unique in the run")
             sub.add_argument("--incarnation", type=int, default=0, help=argparse.SUPPRESS)
     _add_sweep(commands.add_parser("sweep", help="many runs that differ in k, and a verdict"))
-    metrics = commands.add_parser("metrics", help="list every metric")
-    metrics.set_defaults(do=_metrics)
+    commands.add_parser("metrics", help="list every metric").set_defaults(do=_metrics)
     trace = commands.add_parser("trace", help="all processes of a run as one Perfetto timeline")
     trace.add_argument("run", type=Path, help="run folder")
     trace.add_argument("--out", type=Path, help="by default RUN/timeline.json; .gz is compressed")

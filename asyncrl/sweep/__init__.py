@@ -5,6 +5,7 @@
 | settings.py  | the sweep's file                                                |
 | plan.py      | its runs, checked to be comparable                              |
 | host.py      | what is in a run's folder; cores and GPUs                       |
+| locks.py     | several processes in one folder                                 |
 | run.py       | processes: start, collect, end                                  |
 | row.py       | a run condensed                                                 |
 | intervals.py | statistics of a handful of seeds                                |

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from asyncrl.errors import ConfigError
-from asyncrl.run_folder import exclusive
 from asyncrl.sweep.figure import check_matplotlib, draw_all
+from asyncrl.sweep.host import row_of
+from asyncrl.sweep.locks import part_of
 from asyncrl.sweep.page import make_page
 from asyncrl.sweep.plan import PlannedRun, plan_runs, shard
 from asyncrl.sweep.result import Result, make_result, write_result
@@ -29,8 +30,9 @@ def sweep(settings: SweepSettings, *, part: tuple[int, int], report_only: bool) 
     """Run part i of n of the sweep, unless only the report is wanted; returns the exit code.
 
     Raises:
-        ConfigError: settings are wrong, another process works on the same part, or `report_only` and
-            there is nothing to report, or matplotlib is missing.
+        ConfigError: settings are wrong, `out` holds finished runs of another sweep, another process works
+            on the same part or cuts the sweep into other parts, or `report_only` and there is nothing to
+            report, or matplotlib is missing.
     """
     runs = plan_runs(settings)
     if report_only:
@@ -38,9 +40,10 @@ def sweep(settings: SweepSettings, *, part: tuple[int, int], report_only: bool) 
         _report(settings, runs)
         return 0
     mine = shard(runs, *part)
-    lock = f"lock-{part[0]}-of-{part[1]}"
-    with exclusive(settings.folder, key="out", name=lock):
+    with part_of(settings.folder, *part):
         of_all = f" (of {len(runs)})" if len(mine) < len(runs) else ""
+        for run in runs:
+            row_of(run)  # also those of other parts: the result takes in all of them
         say(f"sweep {settings.name}: {len(mine)} runs{of_all} in {settings.folder}")
         code = Runner(settings, mine, say).run()
         if code != 130:

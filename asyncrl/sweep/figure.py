@@ -4,7 +4,7 @@
 |-----------|------------------|-------------------------------------------------------------------|
 | endpoints | k                | both judged scores of each variant, with percentile intervals      |
 | samples   | trained samples  | mean held-out score of each k, one panel a variant                |
-| seconds   | seconds          | the same against the median wall clock                            |
+| seconds   | seconds          | the same against the median wall clock of runs not resumed         |
 | staleness | k                | realized mean staleness, and the share of tokens of each staleness |
 | mismatch  | k                | KL (k3) between learner and sampler, effective shares             |
 
@@ -112,7 +112,7 @@ def _curves(place: str, label: str) -> Callable[[dict[str, list[dict[str, Any]]]
                 shade = _shade(index, len(cells))
                 places = [point[place] for point in cell["curve"]]
                 means = [point["mean"] for point in cell["curve"]]
-                axis.plot(places, means, color=shade, lw=1.3, label=f"k = {cell['k']}")
+                axis.plot(places, means, color=shade, lw=1.3, label=curve_label(cell, place))
                 axis.fill_between(
                     places,
                     [point["low"] for point in cell["curve"]],
@@ -125,6 +125,12 @@ def _curves(place: str, label: str) -> Callable[[dict[str, list[dict[str, Any]]]
         return figure
 
     return draw
+
+
+def curve_label(cell: dict[str, Any], place: str) -> str:
+    """Of a k's curve; says so where its seconds are of resumed runs, for want of others."""
+    resumed = place == "seconds" and not cell["num_timed"]
+    return f"k = {cell['k']}" + (", resumed" if resumed else "")
 
 
 def _shade(index: int, count: int) -> tuple[float, float, float]:

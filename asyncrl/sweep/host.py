@@ -10,7 +10,7 @@ from asyncrl.config import read_config
 from asyncrl.errors import ConfigError
 from asyncrl.run_folder import is_in_use
 from asyncrl.sweep.plan import PlannedRun
-from asyncrl.sweep.row import read_row
+from asyncrl.sweep.row import Row, read_row
 from asyncrl.sweep.settings import SweepSettings
 
 State = Literal["done", "ended", "new", "resume", "busy"]
@@ -62,6 +62,20 @@ def state_of(run: PlannedRun) -> State:
     return "resume" if 0 < newest < run.config.pipeline.num_steps else "new"
 
 
+def row_of(run: PlannedRun) -> Row | None:
+    """The run's row; None without one, or with a failed one of other settings, which is made again.
+
+    Raises:
+        ConfigError: the folder holds a finished run with other settings, or a score that is none.
+    """
+    row = read_row(run.run_dir)
+    if row is None or row["digest"] == run.config.digest:
+        return row
+    if row["outcome"] == "done":
+        _check_same(run, row["digest"])
+    return None
+
+
 def _check_same(run: PlannedRun, digest: str) -> None:
     if digest != run.config.digest:
         raise ConfigError(
@@ -78,6 +92,11 @@ def _newest_checkpoint(run_dir: Path) -> int:
 def _outcome(run_dir: Path) -> str:
     path = run_dir / "summary.json"
     return json.loads(path.read_text())["outcome"] if path.exists() else ""
+
+
+def seconds_of(run_dir: Path) -> float:
+    """Wall clock of the last attempt of a run that has ended, as it measured that itself."""
+    return 60.0 * float(json.loads((run_dir / "summary.json").read_text())["wall_minutes"])
 
 
 def clear(run_dir: Path) -> None:

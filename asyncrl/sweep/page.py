@@ -12,7 +12,7 @@ from asyncrl.sweep.verdict import ENDPOINTS
 _CAPTIONS = {
     "endpoints": "What is judged, by k: means over seeds, bars are 95 % percentile bootstrap intervals.",
     "samples": "Held-out score against trained samples; bands as above.",
-    "seconds": "The same against wall clock. k = 0 waits for every batch.",
+    "seconds": "The same against wall clock, without resumed runs. k = 0 waits for every batch.",
     "staleness": "How old the trained tokens really were; the dotted line is the bound k.",
     "mismatch": "How far the learner's policy is from the one that sampled.",
 }
@@ -60,6 +60,12 @@ def _warnings(result: Result) -> Iterable[str]:
         )
     for name, cause in result["failed"].items():
         yield _warning(f"{name} failed: {cause}")
+    for cell in result["cells"]:
+        if cell["num_done"] and not cell["num_timed"]:
+            yield _warning(
+                f"{cell['variant']}, k = {cell['k']}: every run was resumed, so that its seconds hold "
+                "more than one start of the engines."
+            )
     if len({host["commit"] for host in result["run_hosts"]}) > 1:
         yield _warning("The runs were made with more than one commit.")
 
@@ -123,11 +129,20 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         if row["outcome"] == "done":
             age = row["staleness"]["mean"]
-            found = [f"{row['final']:.3f}", f"{row['area_samples']:.3f}", str(age)]
+            unscored = row.get("num_unscored")
+            final = f"{row['final']:.3f}" + (f" ({unscored} unscored)" if unscored else "")
+            found = [final, f"{row['area_samples']:.3f}", str(age)]
         else:
             found = ["failed", html.escape(row["cause"]), ""]
         lines.append([html.escape(row["name"]), *found, row["run_seconds"], row["attempts"]])
-    head = ("run", "score at the end", "mean score", "staleness", "seconds in all", "attempts")
+    head = (
+        "run",
+        "score at the end",
+        "mean score",
+        "staleness",
+        "seconds of last attempt",
+        "attempts",
+    )
     return _table(head, lines)
 
 

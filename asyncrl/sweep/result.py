@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.sweep.host import row_of
 from asyncrl.sweep.intervals import percentile_interval
 from asyncrl.sweep.plan import PlannedRun
-from asyncrl.sweep.row import Row, area, read_row, write_whole
+from asyncrl.sweep.row import Row, area, write_whole
 from asyncrl.sweep.settings import SweepSettings
 from asyncrl.sweep.verdict import judge
 from asyncrl.telemetry.provenance import provenance
@@ -39,8 +40,12 @@ Result = dict[str, Any]
 
 
 def make_result(settings: SweepSettings, runs: Sequence[PlannedRun]) -> Result:
-    """What is known by now of all planned runs."""
-    found = {run.name: read_row(run.run_dir) for run in runs}
+    """What is known by now of all planned runs.
+
+    Raises:
+        ConfigError: a run's folder holds a finished run of another sweep, or a score that is none.
+    """
+    found = {run.name: row_of(run) for run in runs}
     rows = [row for row in found.values() if row is not None]
     cells = make_cells(rows)
     planned = [(run.variant, run.k, run.seed) for run in runs]
@@ -79,7 +84,8 @@ def make_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def cell(variant: str, k: int, rows: Sequence[Row], horizon_s: float | None) -> dict[str, Any]:
     """Means over the finished runs of one variant and k: each {mean, low, high, num}, or None.
 
-    Also the tokens of all runs by staleness, and the curve of mean scores at equal samples.
+    Also the tokens of all runs by staleness, the curve of mean scores at equal samples, and `num_timed`,
+    how many runs were not resumed: the curve's seconds are theirs, or of all runs if there is none.
     """
     done = [row for row in rows if row["outcome"] == "done"]
     rng = np.random.default_rng(_SEED)
@@ -96,6 +102,7 @@ def cell(variant: str, k: int, rows: Sequence[Row], horizon_s: float | None) -> 
         "k": k,
         "num_done": len(done),
         "num_failed": len(rows) - len(done),
+        "num_timed": len(_timed(done)),
         "horizon_s": horizon_s,
         "staleness_tokens": dict(sorted(tokens.items(), key=lambda item: int(item[0]))),
         "curve": _mean_curve(done, rng),
@@ -108,7 +115,7 @@ def value_of(row: Row, name: str, horizon_s: float | None) -> float | None:
     if name == "staleness_mean":
         return row["staleness"]["mean"]
     if name == "area_seconds":
-        if horizon_s is None or row["attempts"] > 1:
+        if horizon_s is None or not _timed([row]):
             return None
         curve = row["curve"]
         return area([p["seconds"] for p in curve], [p["score"] for p in curve], until=horizon_s)
@@ -118,11 +125,15 @@ def value_of(row: Row, name: str, horizon_s: float | None) -> float | None:
 def _horizons(rows: Sequence[Row]) -> dict[str, float]:
     """By variant: the time at which its fastest run ended."""
     ends: dict[str, float] = {}
-    for row in rows:
-        if row["outcome"] == "done" and row["attempts"] == 1:
-            end_s = row["curve"][-1]["seconds"]
-            ends[row["variant"]] = min(end_s, ends.get(row["variant"], end_s))
+    for row in _timed([row for row in rows if row["outcome"] == "done"]):
+        end_s = row["curve"][-1]["seconds"]
+        ends[row["variant"]] = min(end_s, ends.get(row["variant"], end_s))
     return ends
+
+
+def _timed(done: Sequence[Row]) -> list[Row]:
+    """The finished runs that can be compared by wall clock (row.py)."""
+    return [row for row in done if row["attempts"] == 1]
 
 
 def _mean(values: Sequence[float], rng: np.random.Generator) -> dict[str, float] | None:
@@ -142,7 +153,7 @@ def _mean_curve(done: Sequence[Row], rng: np.random.Generator) -> list[dict[str,
     num = max(len(row["curve"]) for row in done)
     grid = np.linspace(0.0, done[0]["trained_samples"], num)
     scores = np.array([_at(row, "score", grid) for row in done])
-    seconds = np.array([_at(row, "seconds", grid) for row in done])
+    seconds = np.array([_at(row, "seconds", grid) for row in _timed(done) or done])
     points = []
     for index, samples in enumerate(grid):
         low, high = percentile_interval(scores[:, index].tolist(), rng)

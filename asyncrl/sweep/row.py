@@ -4,10 +4,15 @@
 |-----------------|------------------------------------------------------------------------------|
 | curve           | evaluations: version, trained samples, seconds, mean held-out score, samples |
 | final           | score of the last evaluation: the policy after the last step                 |
+| num_unscored    | samples of the last evaluation that got no score                             |
 | area_samples    | mean score over training: area under the curve / its width, trapezoid rule   |
 | staleness       | of all trained tokens: mean, max, and tokens by staleness                    |
+| run_seconds     | wall clock of the run's last attempt, its start and end included             |
 | ess             | correction/ess, mean over steps: effective share under the loss's weights    |
 | ratio_ess, k3   | mismatch/ess and mismatch/k3, mean over steps: how far pi_prox is from mu    |
+
+An evaluation none of whose samples was scored says nothing: it is no point of the curve, and a run whose
+last one is such has no row that could be judged.
 
 Seconds count from the end of the first step, which waits for engines to start; a step's own time is
 summed, so that a pause between two attempts does not count. A resumed run has waited for engines twice:
@@ -15,12 +20,16 @@ its `attempts` is above 1, and comparisons by wall clock leave it out.
 """
 
 import json
+import math
+import os
+import secrets
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import ConfigError
 from asyncrl.sweep.plan import PlannedRun, samples_per_step
 from asyncrl.telemetry.console import read_records
 
@@ -31,9 +40,20 @@ Row = dict[str, Any]
 
 
 def read_row(run_dir: Path) -> Row | None:
-    """The row of a run that has ended, None if it has none."""
+    """The row of a run that has ended, None if it has none.
+
+    Raises:
+        ConfigError: a score in it is no finite number, or the last one is of no sample.
+    """
     path = run_dir / ROW
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    row: Row = json.loads(path.read_text())
+    try:
+        _check_scores(path, row)
+    except ValueError as error:
+        raise ConfigError(f"{error}; delete {run_dir} to have the run made again") from error
+    return row
 
 
 def write_row(run_dir: Path, row: Row) -> None:
@@ -42,8 +62,11 @@ def write_row(run_dir: Path, row: Row) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once: a reader, or a kill, finds the old or the new one."""
-    draft = path.with_name(f".{path.name}.partial")
+    """Replace a file at once: a reader, or a kill, finds the old or the new one.
+
+    Of several writers, on one host or many, the last one's stays.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     draft.write_text(text)
     draft.replace(path)
 
@@ -57,7 +80,8 @@ def done_row(run: PlannedRun, *, seconds: float) -> Row:
     """The row of a run that ended well, from the records in its folder.
 
     Raises:
-        ValueError: a record that every finished run has is missing.
+        ValueError: a record that every finished run has is missing, no sample of the last evaluation
+            was scored, or a score is no finite number.
     """
     steps = read_records(run.run_dir / "metrics.jsonl")
     evals = sorted(read_records(run.run_dir / "evals.jsonl"), key=lambda e: int(e["version"]))
@@ -68,18 +92,41 @@ def done_row(run: PlannedRun, *, seconds: float) -> Row:
             f"{run.run_dir} is incomplete: {len(steps)} steps and the last evaluation of version "
             f"{last}, expected {num_steps} and {num_steps}"
         )
-    curve = _curve(run, steps, evals)
+    if not evals[-1]["num_samples"]:
+        raise ValueError(
+            f"none of the {evals[-1]['num_unscored']} samples of the last evaluation was scored, see "
+            f"{run.run_dir}/evals.jsonl"
+        )
+    curve = _curve(run, steps, [e for e in evals if e["num_samples"]])
     row = _head(run, seconds) | {
         "outcome": "done",
         "curve": curve,
         "final": curve[-1]["score"],
+        "num_unscored": evals[-1]["num_unscored"],
         "area_samples": area([p["samples"] for p in curve], [p["score"] for p in curve]),
         "staleness": _staleness(steps),
     }
     for name, metric in _MEANS.items():
         values = [record[metric] for record in steps if metric in record]
         row[name] = statistics.fmean(values) if values else None
+    _check_scores(run.run_dir, row)
     return row
+
+
+def _check_scores(place: Path, row: Row) -> None:
+    """What intervals are made of; NaN would pass through every mean.
+
+    Raises:
+        ValueError: a score of a finished run is not finite, or the last one is of no sample.
+    """
+    if row["outcome"] != "done":
+        return
+    if not row["curve"][-1]["num_samples"]:  # a row made before such runs were refused
+        raise ValueError(f"{place}: its last score is of no sample")
+    scores = {f"score at version {point['version']}": point["score"] for point in row["curve"]}
+    for name, score in (scores | {key: row[key] for key in ("final", "area_samples")}).items():
+        if not math.isfinite(score):
+            raise ValueError(f"{place}: its {name} is {score}, expected a finite number")
 
 
 def _head(run: PlannedRun, seconds: float) -> Row:

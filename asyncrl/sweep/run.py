@@ -1,8 +1,9 @@
 """Starts the runs of a sweep, some at a time, and leaves each with its row.
 
 Invariants: a run is `asyncrl run` in a process and a folder of its own; a failed one is a row with its
-cause and stops nothing; at the end of this process, however it comes, no run lives on (a signal is
-passed on and waited for; a SIGKILL reaches the runs through the kernel, family.py).
+cause and stops nothing; from the last look at its folder until its row is written a run is this process's
+alone (locks.py), so that none is made twice; at the end of this process, however it comes, no run lives
+on (a signal is passed on and waited for; a SIGKILL reaches the runs through the kernel, family.py).
 """
 
 import contextlib
@@ -12,24 +13,26 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
+from typing import IO
 
+from asyncrl.errors import ConfigError
 from asyncrl.family import die_with_parent
 from asyncrl.placement import visible_gpus
-from asyncrl.run_folder import is_in_use
 from asyncrl.sweep.host import (
     CONSOLE,
-    State,
     cause_of,
     clear,
     prune,
+    seconds_of,
     share_cores,
     share_gpus,
     state_of,
 )
+from asyncrl.sweep.locks import take_run
 from asyncrl.sweep.plan import PlannedRun
 from asyncrl.sweep.row import Row, done_row, failed_row, write_row
 from asyncrl.sweep.settings import SweepSettings
@@ -57,6 +60,7 @@ class Active:
     slot: Slot
     process: subprocess.Popen[bytes]
     started_s: float  # monotonic
+    lock: IO[str]  # of take_run
 
 
 @dataclass(slots=True)
@@ -85,7 +89,8 @@ class Runner:
         try:
             while todo or self._active:
                 while free and todo:
-                    self._start(*todo.popleft(), free.pop(0))
+                    if self._start(todo.popleft(), free[0]):
+                        free.pop(0)
                 time.sleep(_POLL_S)
                 free += self._collect()
         except KeyboardInterrupt:
@@ -103,30 +108,54 @@ class Runner:
             self._stopping = True
             raise KeyboardInterrupt
 
-    def _todo(self) -> Iterable[tuple[PlannedRun, State]]:
+    def _todo(self) -> list[PlannedRun]:
         """What is left to do, after a look at every folder."""
         left = []
         for run in self.runs:
             state = state_of(run)
             if state == "done":
                 self._num_ended += 1
-            elif state == "ended":
-                self._finish(run, 0, seconds=0.0)
             elif state == "busy":
-                self.num_failed += 1
-                self.say(f"{run.name}: another process works in {run.run_dir}; left to it")
+                self._leave(run)
             else:
-                left.append((run, state))
+                left.append(run)
         if self._num_ended:
             self.say(f"{self._num_ended} of {len(self.runs)} runs were finished before")
         return left
 
-    def _start(self, run: PlannedRun, state: State, slot: Slot) -> None:
-        resume = state == "resume"
-        if is_in_use(run.run_dir):
+    def _leave(self, run: PlannedRun) -> None:
+        self.num_failed += 1
+        self.say(f"{run.name}: another process works in {run.run_dir}; left to it")
+
+    def _start(self, run: PlannedRun, slot: Slot) -> bool:
+        """Start the run if that is still to be done; returns whether it has the slot."""
+        lock = take_run(self.settings.folder, run.name)
+        if lock is None:
+            self._leave(run)
+            return False
+        try:
+            state = state_of(run)
+        except ConfigError as error:  # another sweep's, begun meanwhile
             self.num_failed += 1
-            self.say(f"{run.name}: another process has begun it meanwhile; left to it")
-            return
+            self.say(f"{run.name}: {error}")
+            lock.close()
+            return False
+        if state in ("new", "resume"):
+            process = self._spawn(run, slot, resume=state == "resume")
+            self._active.append(Active(run, slot, process, time.monotonic(), lock))
+            self.say(f"{run.name}: {'resumed' if state == 'resume' else 'started'}")
+            return True
+        with lock:
+            if state == "ended":
+                self._finish(run, 0, seconds=seconds_of(run.run_dir))
+            elif state == "busy":
+                self._leave(run)
+            else:
+                self._num_ended += 1
+                self.say(f"{run.name}: finished by another process meanwhile")
+        return False
+
+    def _spawn(self, run: PlannedRun, slot: Slot, *, resume: bool) -> subprocess.Popen[bytes]:
         if not resume:
             clear(run.run_dir)
         run.run_dir.mkdir(parents=True, exist_ok=True)
@@ -136,7 +165,7 @@ class Runner:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
         pinned = slot.cores if self.settings.num_parallel > 1 else None
         with (run.run_dir / CONSOLE).open("ab") as console:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 [*command, *(["checkpoint.resume=true"] if resume else [])],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -145,8 +174,6 @@ class Runner:
                 start_new_session=True,  # a terminal's Ctrl-C reaches the sweep alone
                 preexec_fn=partial(_become_child, os.getpid(), pinned),
             )
-        self.say(f"{run.name}: {'resumed' if resume else 'started'}")
-        self._active.append(Active(run, slot, process, time.monotonic()))
 
     def _collect(self) -> list[Slot]:
         """Take the rows of runs that have ended; their slots are free again."""
@@ -154,7 +181,8 @@ class Runner:
         for active in ended:
             self._active.remove(active)
             seconds = time.monotonic() - active.started_s
-            self._finish(active.run, active.process.returncode, seconds=seconds)
+            with active.lock:
+                self._finish(active.run, active.process.returncode, seconds=seconds)
         return [active.slot for active in ended]
 
     def _finish(self, run: PlannedRun, code: int, *, seconds: float) -> None:
@@ -187,6 +215,7 @@ class Runner:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(active.process.pid, signal.SIGKILL)
             active.process.wait()
+            active.lock.close()
 
 
 def _become_child(parent: int, cores: Sequence[int] | None) -> None:

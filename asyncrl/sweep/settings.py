@@ -83,6 +83,10 @@ class SweepSettings(Section):
                 raise ValueError(f"{name} has no values")
             if any(tables) and not all(tables):
                 raise ValueError(f"{name} mixes values and tables of overrides; use one kind")
+            if any(isinstance(value, dict) and not flat(value) for value in values):
+                raise ValueError(
+                    f"{name} has a table without overrides; give each of its tables a key and a value"
+                )
         return grid
 
     @property

@@ -144,6 +144,8 @@ def test_a_sweep_that_is_in_use_or_does_not_fit_is_refused(model: Path, tmp_path
     code, output = finish(start_sweep(model, out))
     assert code == 2, output
     assert "is in use" in output
+    code, output = finish(start_sweep(model, out, "--shard=0/2"))
+    assert (code, "with --shard I/1, and this one has I/2" in output) == (2, True), output
     os.kill(process.pid, signal.SIGTERM)
     assert finish(process)[0] == 130
     code, output = finish(start_sweep(model, out, "num_parallel=100000"))

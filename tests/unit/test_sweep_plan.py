@@ -119,6 +119,8 @@ def test_a_variant_may_change_a_kind_and_the_axis_wins(file: Path) -> None:
     [
         ("grid.seed=[]", "has no values"),
         ("grid.seed=[1, {seed=2}]", "mixes values and tables"),
+        ("grid.staleness=[{}]", "staleness has a table without overrides"),
+        ("grid.staleness=[{pipeline.depth=2}, {pipeline={}}]", "a table without overrides"),
         ("grid.seed=[1, 1]", "two runs of the sweep are 'tis-k0-s1'"),
         ("grid.telemetry.trace=[true, true]", "two runs of the sweep"),
         ("grid.pipeline.num_steps=[5, 6]", "would train 192 samples and .* 160"),

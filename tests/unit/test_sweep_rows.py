@@ -10,57 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import to_toml
 from asyncrl.errors import ConfigError
-from asyncrl.sweep.figure import draw_all
+from asyncrl.sweep.figure import curve_label, draw_all
 from asyncrl.sweep.host import CONSOLE, cause_of, prune, state_of
 from asyncrl.sweep.page import make_page
-from asyncrl.sweep.plan import PlannedRun, plan_runs
 from asyncrl.sweep.result import make_cells, make_result
-from asyncrl.sweep.row import area, done_row, failed_row, read_row, write_row
-from asyncrl.sweep.settings import SweepSettings, read_sweep
-
-BASE = """
-[model]
-path = "some/model"
-[task]
-kind = "repeat_letter"
-[pipeline]
-groups_per_step = 2
-group_size = 3
-num_steps = 4
-[eval]
-every_steps = 2
-"""
-
-
-def plan(folder: Path, *overrides: str) -> tuple[SweepSettings, list[PlannedRun]]:
-    (folder / "base.toml").write_text(BASE)
-    (folder / "sweep.toml").write_text(
-        f'base = "base.toml"\nout = "{folder}/out"\n'
-        "[grid]\nseed = [0, 1, 2]\npipeline.max_staleness = [0, 4]\n"
-    )
-    settings = read_sweep(folder / "sweep.toml", overrides)
-    return settings, plan_runs(settings)
-
-
-def record(run: PlannedRun, *, scores: tuple[float, ...] = (0.0, 0.5, 1.0), num: int = 4) -> None:
-    """The files of a run of four steps with evaluations at versions 0, 2, 4."""
-    run.run_dir.mkdir(parents=True)
-    steps = [
-        {"step": s, "version": s + 1, "time/step_s": 10.0 + s, "mismatch/k3": 0.1 * s,
-         "correction/ess": 1.0, "staleness/tokens@0": 6.0, "staleness/tokens@2": 2.0 * s}
-        for s in range(num)
-    ]  # fmt: skip
-    evals = [
-        {"version": 2 * i, "mean_score": score, "num_samples": 8, "num_unscored": 0}
-        for i, score in enumerate(scores)
-    ]
-    for name, entries in (("metrics", steps), ("evals", evals[::-1])):
-        text = "".join(json.dumps(entry) + "\n" for entry in entries)
-        (run.run_dir / f"{name}.jsonl").write_text(text)
-    (run.run_dir / "config.toml").write_text(to_toml(run.config))
-    (run.run_dir / "run.json").write_text(json.dumps({"commit": "c", "dirty": False}))
+from asyncrl.sweep.row import area, done_row, failed_row, read_row, write_row, write_whole
+from tests.unit.sweep_folders import plan, record
 
 
 def cell_row(k: int, curve: list[dict[str, float]]) -> dict[str, Any]:
@@ -119,6 +75,20 @@ def test_curves_of_runs_evaluated_at_other_versions_are_averaged_at_equal_sample
         [0, (1 / 3 + 0.7 / 3) / 2, (2 / 3 + 1.1 / 3) / 2, 0.8]
     )
     assert [point["seconds"] for point in curve] == pytest.approx([0, 40 / 3, 80 / 3, 40])
+
+
+def test_writers_of_one_file_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    class Met(type(tmp_path)):  # type: ignore[misc]
+        """A path that another writer replaces just before it is replaced itself."""
+
+        def replace(self, target: Path) -> Path:
+            write_whole(tmp_path / target.name, "of the other")
+            assert (tmp_path / target.name).read_text() == "of the other"
+            return super().replace(target)
+
+    write_whole(Met(tmp_path / "sweep.json"), "own")
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+    assert (tmp_path / "sweep.json").read_text() == "own"
 
 
 def test_attempts_are_counted_through_resumes(tmp_path: Path) -> None:
@@ -236,6 +206,38 @@ def test_wall_clock_is_compared_up_to_the_end_of_the_fastest_run(tmp_path: Path)
     assert slow["area_seconds"]["mean"] == 0.25  # half way up: from 0 to 0.5
     assert fast["area_seconds"] == {"mean": 0.5, "low": 0.5, "high": 0.5, "num": 1}
     assert fast["num_done"] == 2
+
+
+def test_resumed_runs_have_no_part_in_the_seconds_of_a_curve(tmp_path: Path) -> None:
+    def row(end_s: float, score: float, attempts: int = 1) -> dict[str, Any]:
+        curve = [{"samples": v, "seconds": s, "score": score} for v, s in ((0, 0.0), (4, end_s))]
+        return cell_row(4, curve) | {"attempts": attempts}
+
+    (mixed,) = make_cells([row(40.0, 0.5), row(20.0, 0.5), row(1000.0, 0.8, attempts=2)])
+    assert mixed["num_timed"] == 2
+    # Seconds: the median of 40 and 20; the score is over all three: 1.8 / 3.
+    assert (mixed["curve"][-1]["seconds"], mixed["curve"][-1]["mean"]) == (30.0, pytest.approx(0.6))
+    assert curve_label(mixed, "seconds") == "k = 4"
+
+    (resumed,) = make_cells([row(40.0, 0.5, attempts=2), row(60.0, 0.5, attempts=3)])
+    assert (resumed["num_timed"], resumed["curve"][-1]["seconds"]) == (0, 50.0)
+    assert curve_label(resumed, "seconds") == "k = 4, resumed"
+    assert curve_label(resumed, "samples") == "k = 4"  # samples are what they are
+
+
+def test_the_page_says_where_all_seconds_are_of_resumed_runs(tmp_path: Path) -> None:
+    settings, runs = plan(tmp_path)
+    for run in runs:
+        record(run)
+        if run.k == 4:
+            earlier = {"commit": "a"}
+            (run.run_dir / "run.json").write_text(json.dumps({"commit": "c", "earlier": earlier}))
+        write_row(run.run_dir, done_row(run, seconds=7.0))
+    page = make_page(make_result(settings, runs), {})
+    assert page.count("every run was resumed") == 1
+    assert "base, k = 4: every run was resumed" in page
+    assert "<th>seconds of last attempt</th>" in page
+    assert "<td>7.0</td><td>2</td>" in page
 
 
 def test_a_result_names_failed_and_missing_runs(tmp_path: Path) -> None:
