@@ -52,6 +52,7 @@ def test_a_bad_setting_is_named_before_anything_starts(
         ('{"prompt": "a", "answer": "b"}\n{"prompt": \n', [":2:"]),
         ('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n', [":2:", "answer"]),
         ('{"prompt": "a", "answer": "b"}\n[1]\n', [":2:"]),
+        ('{"prompt": "a", "answer": "\\udc80"}\n', [":1:", "answer", "surrogate"]),
     ],
 )
 def test_a_broken_data_file_is_named_with_its_line(
@@ -84,6 +85,8 @@ def score(prompt, completion, answer):
     if kind == 3 and "a" in completion:
         while True:
             pass
+    if len(completion) % 3 == 0:
+        raise ValueError("half \\udc80 pair \\x1b[2J")
     return float(len(completion) % 2)
 """
 
@@ -116,9 +119,13 @@ def test_a_scorer_that_raises_hangs_or_returns_nan_is_counted_and_nothing_is_los
             "in_flight",
         )
     )
+    said = set()
     # A group whose scores all failed never reaches the learner; a partly failed one trains the rest.
     for rollout in records(run_dir, "rollouts"):
         assert (rollout["score"] is None) == (rollout["verdict"] != "scored")
+        if rollout["detail"].startswith("ValueError"):
+            said.add(rollout["detail"])
+    assert said == {"ValueError: half \\udc80 pair \u00b7[2J"}
     assert steps[-1]["ledger/failed"] > 0
 
 

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from asyncrl.cli import main
 from asyncrl.config import RunConfig
-from asyncrl.report.frame import frame, plain, sparkline
+from asyncrl.report.frame import frame, sparkline
 from asyncrl.report.state import RunState
 from asyncrl.report.watch import watch
 from asyncrl.run_folder import run_folder
 from asyncrl.telemetry.sinks import set_later_aside
+from asyncrl.telemetry.terminal import plain
 from tests.unit.run_folders import make_run, rollout_record, step_record, write_lines
 
 
