@@ -129,6 +129,25 @@ def test_a_scorer_that_raises_hangs_or_returns_nan_is_counted_and_nothing_is_los
     assert steps[-1]["ledger/failed"] > 0
 
 
+def test_a_scorer_that_cannot_be_imported_is_quoted_and_not_obeyed(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "scorer.py").write_text(
+        'def score(): pass\nraise ValueError("\\x1b[2J rows:100: [bold]x[/bold]")\n'
+    )
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "{i}:", "answer": "x"}}\n' for i in range(40)))
+    code, output = finish(
+        start_run(
+            write_config(tmp_path, model), tmp_path / "run",
+            "task.kind=jsonl", f'task.path="{data}"', f'task.scorer="{tmp_path}/scorer.py:score"',
+        )
+    )  # fmt: skip
+    assert code == 2, output
+    assert "ValueError: \u00b7[2J rows:100: [bold]x[/bold]" in output
+    assert "\x1b" not in output
+
+
 def test_prompts_longer_than_the_limit_are_skipped_and_counted(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     rows = [
