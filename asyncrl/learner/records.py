@@ -74,9 +74,10 @@ def generator_values(
 
 
 def eval_values(evaluation: EvalDone) -> dict[str, float]:
-    """An evaluation as metrics."""
+    """An evaluation as metrics; without eval/score if no sample was scored."""
+    score = evaluation.mean_score
     return {
-        "eval/score": evaluation.mean_score,
+        **({} if score is None else {"eval/score": score}),
         "eval/version": float(evaluation.version),
         "eval/unscored": float(evaluation.num_unscored),
         "eval/tokens_mean": evaluation.mean_tokens,

@@ -16,7 +16,7 @@ from asyncrl.learner.recorder import Recorder
 from asyncrl.learner.step import StepResult
 from asyncrl.telemetry.metrics import METRICS, resolve
 from asyncrl.telemetry.trace import Tracer
-from asyncrl.wire.messages import Batch, LedgerCounts
+from asyncrl.wire.messages import Batch, EvalDone, LedgerCounts
 from tests.reference.groups import group, rollout
 from tests.reference.stepping import pack
 
@@ -64,6 +64,19 @@ def test_a_step_without_counted_tokens_has_no_metrics_of_tokens(recorder, tmp_pa
     assert "reward/mean" not in record
     assert record["rate/trained_tokens_per_s"] == 0.0
     assert record["rollouts/unscored_frac"] == 1.0
+
+
+def test_an_evaluation_without_a_score_is_null_on_record_and_no_metric(recorder, tmp_path):
+    empty = EvalDone(
+        version=4, mean_score=None, num_samples=0, num_unscored=8, mean_tokens=2.5, seconds=1.0
+    )
+    recorder.evaluations([empty])
+    [line] = (tmp_path / "evals.jsonl").read_text().splitlines()
+    assert json.loads(line)["mean_score"] is None
+    rest = {"eval/version": 4.0, "eval/unscored": 8.0, "eval/tokens_mean": 2.5}
+    assert records.eval_values(empty) == rest
+    full = empty.model_copy(update={"mean_score": 0.0, "num_samples": 8, "num_unscored": 0})
+    assert records.eval_values(full) == rest | {"eval/score": 0.0, "eval/unscored": 0.0}
 
 
 def test_scripted_pauses_are_idle_time_and_the_parts_add_up_to_the_wall_time(tmp_path, monkeypatch):

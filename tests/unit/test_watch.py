@@ -99,6 +99,13 @@ def test_steps_that_are_made_again_replace_those_of_the_attempt_before(tmp_path)
     assert state.last["step"] == 2
 
 
+def test_an_evaluation_without_a_score_is_no_point_of_the_curve(tmp_path):
+    run_dir = make_run(tmp_path / "run", steps=4)  # 0 at version 0, 1 at version 4
+    append(run_dir / "evals.jsonl", {"version": 9, "mean_score": None, "num_samples": 0})
+    assert RunState(run_dir).evals == {0: 0.0, 4: 1.0}
+    assert "at version 4" in drawn(run_dir)
+
+
 def test_a_broken_line_is_passed_over(tmp_path):
     run_dir = make_run(tmp_path / "run")
     with (run_dir / "metrics.jsonl").open("a") as file:
