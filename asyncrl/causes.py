@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, DeviceError, WeightMismatchError
+from asyncrl.telemetry.terminal import printable
 
 _SIGNALS = {
     signal.SIGBUS: "a file that it had mapped got shorter (model files written over in place?), "
@@ -29,10 +30,10 @@ def error_file(run_dir: Path, name: str) -> Path:
 
 
 def cause(run_dir: Path, name: str, code: int) -> str:
-    """The end of one process in a line: its error, or the signal or exit code that is known."""
+    """The end of one process, printable: its error, or the signal or exit code that is known."""
     error = _error(run_dir, name)
     if error is not None:
-        what = f"{error['type']}: {error['message']}"
+        what = printable(f"{error['type']}: {error['message']}")
     elif code < 0:
         what = f"killed by {signal.Signals(-code).name}"
         if hint := _SIGNALS.get(signal.Signals(-code)):

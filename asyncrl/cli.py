@@ -31,6 +31,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.guard import guard, leave
 from asyncrl.run_folder import check_model, read_key, run_folder
 from asyncrl.sweep.settings import SweepSettings, read_sweep
+from asyncrl.telemetry.terminal import printable, say
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(options.do(options))
         sys.exit(options.do(options.read(Path(options.config), options.overrides), options))
     except (ConfigError, OSError) as error:
-        sys.stderr.write(f"asyncrl: {error}\n")
+        sys.stderr.write(printable(f"asyncrl: {error}\n"))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
@@ -178,7 +179,7 @@ def _probe(config: RunConfig, options: argparse.Namespace) -> int:
         if not (options.supervised and config.host.pin_cores):  # else they are the place's own
             num_cores = cores_of_a_place(config, num_cores)
         record = options.run_dir / "probe.json" if options.run_dir else None
-        probe.run(config, num_cores=num_cores, record=record, say=print)
+        probe.run(config, num_cores=num_cores, record=record, say=say)
 
     if options.supervised:
         return _as("probe", options, measure)
@@ -200,21 +201,16 @@ def _run(config: RunConfig, _options: argparse.Namespace) -> int:
 
 def _run_in(run_dir: Path, config: RunConfig) -> int:
     """The whole run, with its records in a folder that is ours alone."""
-    from rich.console import Console
-
     from asyncrl.run_folder import begin_attempt, resume_hint
     from asyncrl.supervise import Supervisor
     from asyncrl.telemetry.console import summary
     from asyncrl.telemetry.provenance import provenance
 
-    console = Console(highlight=False, soft_wrap=True)
     (run_dir / "config.toml").write_text(to_toml(config.without_resume()))
     record = provenance() | {"run_id": secrets.token_hex(6), "seed": config.seed}
     run_id = begin_attempt(run_dir, record)
-    supervisor = Supervisor(
-        config, run_dir, run_id, say=lambda line: console.print(line, markup=False)
-    )
-    console.print(f"run {config.name}: records in {run_dir}", markup=False)
+    supervisor = Supervisor(config, run_dir, run_id, say=say)
+    say(f"run {config.name}: records in {run_dir}")
     started_s = time.monotonic()
     code = supervisor.run()
     found = summary(run_dir)
@@ -224,10 +220,10 @@ def _run_in(run_dir: Path, config: RunConfig) -> int:
     (run_dir / "summary.json").write_text(json.dumps(found | ended, indent=1) + "\n")
     for key, value in found.items():
         if key != "shares":
-            console.print(f"  {key}: {value}", markup=False)
-    console.print(f"run {config.name} {outcome}: {run_dir}", markup=False)
+            say(f"  {key}: {value}")
+    say(f"run {config.name} {outcome}: {run_dir}")
     if code == 130:
-        console.print(resume_hint(run_dir), markup=False)
+        say(resume_hint(run_dir))
     return code
 
 

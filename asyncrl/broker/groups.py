@@ -16,17 +16,14 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from typing_extensions import Buffer
 
 from asyncrl.broker.admission import Admission
 from asyncrl.broker.journal import Drop, DropReason, Journal
 from asyncrl.broker.settings import Settings
+from asyncrl.scores import judge
 from asyncrl.wire.messages import GroupStart, Hello, LedgerCounts
-
-ZERO_SIGNAL_TOLERANCE = 1e-6
-"""Scores closer together than this are equal."""
 
 
 def derive_seed(run_seed: int, group_id: int, attempt: int) -> int:
@@ -37,14 +34,6 @@ def derive_seed(run_seed: int, group_id: int, attempt: int) -> int:
     key = b"".join(value.to_bytes(8, "big") for value in (run_seed, group_id, attempt))
     digest = hashlib.blake2b(key, digest_size=8, person=b"asyncrl-seed").digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def judge(scores: Sequence[float | None]) -> Literal["signal", "zero_signal", "unscored"]:
-    """What a group's scores can teach; None and non-finite scores say nothing."""
-    known = [s for s in scores if s is not None and math.isfinite(s)]
-    if not known:
-        return "unscored"
-    return "zero_signal" if max(known) - min(known) < ZERO_SIGNAL_TOLERANCE else "signal"
 
 
 @dataclass(slots=True)

@@ -77,13 +77,13 @@ class Evaluation:
         return len(self._sheaves) == len(self.requests)
 
     def result(self) -> EvalDone:
-        """Mean score over the scored samples (0 if there is none), and what it was measured on."""
+        """Mean score over the scored samples (None if there is none), and what it was measured on."""
         verdicts = [verdict for sheaf in self._sheaves for verdict in sheaf.verdicts.values()]
         scores = [verdict.score for verdict in verdicts if verdict.score is not None]
         lengths = [len(c.tokens) for sheaf in self._sheaves for c in sheaf.completions.values()]
         return EvalDone(
             version=self._version,
-            mean_score=float(np.mean(scores)) if scores else 0.0,
+            mean_score=float(np.mean(scores)) if scores else None,
             num_samples=len(scores),
             num_unscored=len(verdicts) - len(scores),
             mean_tokens=float(np.mean(lengths)),

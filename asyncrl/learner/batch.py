@@ -116,13 +116,13 @@ def build_step(
     )
     trained = [member for _, inside in members for member in inside]
     num_tokens = sum(member.length for member in trained)
-    num_mixed = sum(any(m.advantage != 0 for m in inside) for _, inside in members)
+    num_teaching = sum(any(m.advantage != 0 for m in inside) for _, inside in members)
     return StepBatch(
         version=version,
         max_staleness=max_staleness,
         minibatches=minibatches,
         sums={
-            "groups/frac_mixed": float(num_mixed),
+            "groups/frac_teaching": float(num_teaching),
             "tokens/trained": float(num_tokens),
             "tokens/forward": float(sum(m.forward_tokens for m in minibatches)),
             **_staleness_sums(trained, max_staleness),

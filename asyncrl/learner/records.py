@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.learner.details import MEASURED, PROXIMAL, WEIGHT
+from asyncrl.scores import judge
 from asyncrl.telemetry.attribution import share_values, totals_shares
 from asyncrl.types import Rollout, RolloutGroup
 from asyncrl.wire.messages import Batch, EvalDone
@@ -25,12 +26,14 @@ def batch_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     group_scores = [
         [r.verdict.score for r in group.rollouts if r.verdict.score is not None] for group in groups
     ]
+    verdicts = [judge(scores) for scores in group_scores]
     sums = {
         "reward/mean": float(np.sum(scores)),
         "groups/frac_solved": float(
             sum(bool(s) and best > 0 and min(s) >= best for s in group_scores)
         ),
-        "groups/frac_zero_signal": float(sum(bool(s) and max(s) == min(s) for s in group_scores)),
+        "groups/frac_mixed": float(verdicts.count("signal")),
+        "groups/frac_zero_signal": float(verdicts.count("zero_signal")),
         "rollouts/unscored_frac": float(len(rollouts) - len(scores)),
         "tokens/completion_mean": float(sum(len(r.completion_tokens) for r in rollouts)),
         "tokens/truncated_frac": float(sum(r.finish_reason == "length" for r in rollouts)),
@@ -74,9 +77,10 @@ def generator_values(
 
 
 def eval_values(evaluation: EvalDone) -> dict[str, float]:
-    """An evaluation as metrics."""
+    """An evaluation as metrics; without eval/score if no sample was scored."""
+    score = evaluation.mean_score
     return {
-        "eval/score": evaluation.mean_score,
+        **({} if score is None else {"eval/score": score}),
         "eval/version": float(evaluation.version),
         "eval/unscored": float(evaluation.num_unscored),
         "eval/tokens_mean": evaluation.mean_tokens,

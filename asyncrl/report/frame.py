@@ -5,7 +5,6 @@ terminal, are shown as a dot, and nothing of them is read as markup.
 """
 
 import statistics
-import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -19,6 +18,7 @@ from asyncrl.report.files import number, setting
 from asyncrl.report.state import RunState
 from asyncrl.telemetry.attribution import record_shares
 from asyncrl.telemetry.bottleneck import diagnose
+from asyncrl.telemetry.terminal import plain
 
 _BARS = "▁▂▃▄▅▆▇█"
 _STYLE = {
@@ -42,15 +42,6 @@ def frame(state: RunState) -> RenderableType:
         _rollouts(state),
     ]
     return Group(*(part for part in parts if part is not None))
-
-
-def plain(text: str, limit: int) -> str:
-    """One line of at most `limit` characters that a terminal only prints."""
-    shown = "".join(
-        "\u00b7" if unicodedata.category(character)[0] == "C" else character
-        for character in text[: limit + 1].replace("\n", "\u23ce")
-    )
-    return shown if len(shown) <= limit else shown[: limit - 1] + "\u2026"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

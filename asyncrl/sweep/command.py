@@ -5,7 +5,6 @@ result of all rows that are there when it ends, so the last one's is whole. With
 the shards apart, copy their run folders into one `out`, and call `--report` there.
 """
 
-import sys
 from collections.abc import Sequence
 
 from asyncrl.errors import ConfigError
@@ -18,12 +17,7 @@ from asyncrl.sweep.result import Result, make_result, write_result
 from asyncrl.sweep.row import write_whole
 from asyncrl.sweep.run import Runner
 from asyncrl.sweep.settings import SweepSettings
-
-
-def say(line: str) -> None:
-    """A line of progress, at once."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+from asyncrl.telemetry.terminal import say
 
 
 def sweep(settings: SweepSettings, *, part: tuple[int, int], report_only: bool) -> int:

@@ -96,7 +96,7 @@ def _outcome(run_dir: Path) -> str:
 
 def seconds_of(run_dir: Path) -> float:
     """Wall clock of the last attempt of a run that has ended, as it measured that itself."""
-    return 60.0 * float(json.loads((run_dir / "summary.json").read_text())["wall_minutes"])
+    return 60.0 * float(json.loads((run_dir / "summary.json").read_text())["last_attempt_minutes"])
 
 
 def clear(run_dir: Path) -> None:

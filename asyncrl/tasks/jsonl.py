@@ -94,11 +94,13 @@ def _row(line: bytes, scorer: str, *, where: str) -> Problem:
         answer = json.dumps(answer)  # 42 means "42"
     if not isinstance(answer, str):
         raise ConfigError(f"{where}: answer must be text, got {type(answer).__name__}")
+    _check_text(answer, where=f"{where}: answer")
     fault = check_answer(scorer, answer)
     if fault is not None:
         raise ConfigError(f"{where}: answer {fault} (task.scorer={scorer!r})")
     prompt = row["prompt"]
     if isinstance(prompt, str) and prompt:
+        _check_text(prompt, where=f"{where}: prompt")
         return Problem(raw_text=prompt, answer=answer)
     return Problem(messages=_messages(prompt, where=where), answer=answer)
 
@@ -119,8 +121,20 @@ def _messages(prompt: object, *, where: str) -> tuple[dict[str, str], ...]:
                 f"{where}: prompt[{index}] must be {{'role': one of {', '.join(ROLES)}, "
                 f"'content': text}}, got {json.dumps(message)[:80]}"
             )
+        _check_text(message["content"], where=f"{where}: prompt[{index}]")
     if prompt[-1]["role"] != "user":
         raise ConfigError(
             f"{where}: the last message must be the user's, got role {prompt[-1]['role']!r}"
         )
     return tuple(prompt)
+
+
+def _check_text(text: str, *, where: str) -> None:
+    """Refuse what JSON can say in escapes and no UTF-8 can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where} holds half of a surrogate pair, \\u{ord(text[error.start]):04x} at character "
+            f"{error.start}; expected Unicode text: write the whole pair or the character itself"
+        ) from error

@@ -13,6 +13,8 @@ the others are given to another worker.
 | exits, crashes, passes the memory limit  | error, naming exit code or signal; a fresh process    |
 | cannot be imported or built              | none: ConfigError from `poll`, with what was printed  |
 
+A verdict's detail is one line of at most MAX_DETAIL_CHARS printable characters, whatever a scorer said.
+
 The clock of an item runs from when its worker had it and was free; a worker's start does not count.
 Both sides use CLOCK_MONOTONIC, so that a caller who polls late finds verdicts, not timeouts.
 """
@@ -31,6 +33,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.tasks.base import Problem
 from asyncrl.tasks.handle import Item, WorkerHandle, describe_end
 from asyncrl.tasks.worker import MAX_DETAIL_CHARS
+from asyncrl.telemetry.terminal import plain
 from asyncrl.types import Verdict
 
 DEPTH = 8
@@ -209,12 +212,12 @@ class ScoringPool:
                 key,
                 "scored" | "abstained" | "error" as status,
                 score,
-                detail,
+                str(detail),
                 float(done_s),
             ]:
                 if not worker.items or worker.items[0].key != key:
                     raise ValueError(f"a verdict on {key!r}, which was not next")
-                verdict = Verdict(status=status, score=score, detail=detail)
+                verdict = Verdict(status=status, score=score, detail=_one_line(detail))
                 self._was_busy(index, done_s)
                 worker.free_s = done_s
                 self._settle(worker.items.popleft(), verdict)
@@ -246,7 +249,7 @@ class ScoringPool:
             detail = reason
             if status == "error":
                 detail += f": {describe_end(code)} {printed[-100:]}"
-            verdict = Verdict(status=status, detail=detail.strip()[:MAX_DETAIL_CHARS])
+            verdict = Verdict(status=status, detail=_one_line(detail.strip()))
             self._settle(worker.items.popleft(), verdict)
         else:
             self._bear_blameless_death(code, printed, was_ready=worker.is_ready)
@@ -276,3 +279,8 @@ class ScoringPool:
             worker.items.append(self._waiting.popleft())
         for worker in ready:
             worker.send()
+
+
+def _one_line(detail: str) -> str:
+    """What a scorer said, as a verdict may hold it: no control character, no half of a surrogate pair."""
+    return plain(detail.encode(errors="backslashreplace").decode(), MAX_DETAIL_CHARS)

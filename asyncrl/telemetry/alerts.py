@@ -126,8 +126,10 @@ ALERTS: tuple[Alert, ...] = (
         "optimizer.learning_rate or pipeline.max_staleness",
     ),
     Alert(
-        "no_signal", "groups/frac_mixed", "below", 0.1, 5,
-        "nine of ten groups have equal scores: change the task's difficulty or pipeline.group_size",
+        "no_signal", "groups/frac_teaching", "below", 0.1, 5,
+        "nine of ten groups teach nothing: with groups/frac_mixed as low their scores are equal (change "
+        "the task's difficulty or pipeline.group_size), else their completions are cut off (raise "
+        "engine.max_completion_tokens)",
     ),
 )  # fmt: skip
 

@@ -84,6 +84,11 @@ def step_line(
 def eval_line(record: Mapping[str, Any]) -> str:
     """One evaluation."""
     sampled = record["num_samples"] + record["num_unscored"]
+    if record["mean_score"] is None:
+        return (
+            f"held-out score unknown at version {record['version']} "
+            f"(no sample of {sampled} was scored, {record['seconds']:.0f} s)"
+        )
     return (
         f"held-out score {record['mean_score']:.3f} at version {record['version']} "
         f"({record['num_samples']} of {sampled} samples scored, {record['seconds']:.0f} s)"
@@ -112,8 +117,10 @@ def summary(run_dir: Path) -> dict[str, Any]:
         found["reward_first"] = round(rewards[0], 4)
         found["reward_last"] = round(rewards[-1], 4)
     if evals:
-        found["held_out_before"] = round(evals[0]["mean_score"], 4)
-        found["held_out_after"] = round(evals[-1]["mean_score"], 4)
+        scored = [e for e in evals if e["mean_score"] is not None]
+        for name, end in (("held_out_before", evals[0]), ("held_out_after", evals[-1])):
+            if end in scored:
+                found[name] = round(end["mean_score"], 4)
         found["held_out_samples"] = evals[-1]["num_samples"]
-        found["held_out_curve"] = [[e["version"], round(e["mean_score"], 4)] for e in evals]
+        found["held_out_curve"] = [[e["version"], round(e["mean_score"], 4)] for e in scored]
     return found | run_times(run_dir)

@@ -28,8 +28,9 @@ class Metric:
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("score", "scored", "mean score of the batch"),
     "reward/std": Metric("score", "value", "standard deviation of the scores over the batch"),
-    "groups/frac_mixed": Metric("1", "group", "groups whose scores differ: the ones that teach"),
-    "groups/frac_zero_signal": Metric("1", "group", "groups whose scores are all equal"),
+    "groups/frac_teaching": Metric("1", "group", "groups with a trained token of advantage not 0"),
+    "groups/frac_mixed": Metric("1", "group", "groups whose scores differ"),
+    "groups/frac_zero_signal": Metric("1", "group", "groups of equal scores, or of only one"),
     "groups/frac_solved": Metric("1", "group", "groups with every score at the batch's maximum"),
     "rollouts/unscored_frac": Metric("1", "rollout", "rollouts without a score (timeout, error)"),
     "tokens/trained": Metric("tokens", "value", "N: completion tokens that count in the loss"),

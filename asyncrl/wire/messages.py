@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 Role = Literal["generator", "learner"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -175,7 +175,9 @@ class EvalDone(_Message):
 
     kind: Literal["eval_done"] = "eval_done"
     version: Count
-    mean_score: float
+    mean_score: float | None
+    """Over the scored samples; None if there is none."""
+
     num_samples: Count
     num_unscored: Count
     mean_tokens: float

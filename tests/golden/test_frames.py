@@ -28,6 +28,7 @@ EVAL_DONE = m.EvalDone(
     mean_tokens=33.5,
     seconds=2.25,
 )
+EVAL_EMPTY = EVAL_DONE.model_copy(update={"mean_score": None, "num_samples": 0})
 LEDGER = m.LedgerCounts(
     admitted=21, trained=8, dropped_stale=1, dropped_filtered=2, failed=3, queued=4, in_flight=3
 )
@@ -78,7 +79,7 @@ EXAMPLES: list[tuple[m.Message, list[bytes]]] = [
     ),
     (ANNOUNCEMENT, []),
     (m.WantEval(version=8), []),
-    (m.EvalResults(evals=[EVAL_DONE]), []),
+    (m.EvalResults(evals=[EVAL_DONE, EVAL_EMPTY]), []),
     (m.WantManifest(run_id="r1", token="s", epoch=2, version=7), []),
     (m.Manifest(epoch=2, version=7), [b"{}"]),
     (m.WantChunk(run_id="r1", token="s", epoch=2, version=7, index=3), []),

@@ -52,6 +52,7 @@ def test_a_bad_setting_is_named_before_anything_starts(
         ('{"prompt": "a", "answer": "b"}\n{"prompt": \n', [":2:"]),
         ('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n', [":2:", "answer"]),
         ('{"prompt": "a", "answer": "b"}\n[1]\n', [":2:"]),
+        ('{"prompt": "a", "answer": "\\udc80"}\n', [":1:", "answer", "surrogate"]),
     ],
 )
 def test_a_broken_data_file_is_named_with_its_line(
@@ -84,6 +85,8 @@ def score(prompt, completion, answer):
     if kind == 3 and "a" in completion:
         while True:
             pass
+    if len(completion) % 3 == 0:
+        raise ValueError("half \\udc80 pair \\x1b[2J")
     return float(len(completion) % 2)
 """
 
@@ -116,10 +119,33 @@ def test_a_scorer_that_raises_hangs_or_returns_nan_is_counted_and_nothing_is_los
             "in_flight",
         )
     )
+    said = set()
     # A group whose scores all failed never reaches the learner; a partly failed one trains the rest.
     for rollout in records(run_dir, "rollouts"):
         assert (rollout["score"] is None) == (rollout["verdict"] != "scored")
+        if rollout["detail"].startswith("ValueError"):
+            said.add(rollout["detail"])
+    assert said == {"ValueError: half \\udc80 pair \u00b7[2J"}
     assert steps[-1]["ledger/failed"] > 0
+
+
+def test_a_scorer_that_cannot_be_imported_is_quoted_and_not_obeyed(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "scorer.py").write_text(
+        'def score(): pass\nraise ValueError("\\x1b[2J rows:100: [bold]x[/bold]")\n'
+    )
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "{i}:", "answer": "x"}}\n' for i in range(40)))
+    code, output = finish(
+        start_run(
+            write_config(tmp_path, model), tmp_path / "run",
+            "task.kind=jsonl", f'task.path="{data}"', f'task.scorer="{tmp_path}/scorer.py:score"',
+        )
+    )  # fmt: skip
+    assert code == 2, output
+    assert "ValueError: \u00b7[2J rows:100: [bold]x[/bold]" in output
+    assert "\x1b" not in output
 
 
 def test_prompts_longer_than_the_limit_are_skipped_and_counted(model: Path, tmp_path: Path) -> None:

@@ -34,6 +34,10 @@ def hog(rest):
     while True: kept.append(bytearray(2**20))
 def hog_at_once(rest): return len(bytearray(2**40))
 def fail(rest): raise KeyError(rest)
+def refuse(rest): raise ValueError(rest)
+def refuse_and_leave(rest):
+    os.write(2, rest.encode(errors="surrogatepass"))
+    os._exit(3)
 def fail_at_length(rest): raise ValueError("x" * 10**6)
 def deep(rest): return deep(rest)
 def nan(rest): return math.nan
@@ -62,6 +66,13 @@ def lie(rest):
     from asyncrl.tasks.worker import pack_frame
     for fd in range(3, 20):
         try: os.write(fd, pack_frame("verdict", 3, "scored", 9.0, "", 0.0))
+        except OSError: pass
+    hang(rest)
+def answer_for_itself(rest):
+    from asyncrl.tasks.worker import pack_frame
+    detail = {"number": 5}.get(rest, rest)
+    for fd in range(3, 20):
+        try: os.write(fd, pack_frame("verdict", 0, "error", None, detail, 0.0))
         except OSError: pass
     hang(rest)
 def breed(rest):

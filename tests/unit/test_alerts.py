@@ -61,7 +61,7 @@ def test_a_healthy_step_alerts_to_nothing_and_a_collapse_to_several():
         "correction/dropped": 0.0, "mismatch/nonfinite": 0.0, "mismatch/clamped": 0.0,
         "ratio/clipped_high": 0.01, "ratio/clipped_low": 0.01, "policy/entropy_ratio": 0.9,
         "optimizer/grad_norm_ratio": 1.2,
-        "optimizer/grad_cosine": 0.02, "groups/frac_mixed": 0.5, "staleness/engine_mismatch": 0.0,
+        "optimizer/grad_cosine": 0.02, "groups/frac_teaching": 0.5, "staleness/engine_mismatch": 0.0,
     }  # fmt: skip
     assert {alert.metric for alert in ALERTS} <= healthy.keys()
     watch = Watch()

@@ -185,7 +185,7 @@ def test_zero_advantage_rows_may_be_left_out_but_stay_in_n():
     step = build([constant, varied], skip_zero_advantage=True)
     assert step.num_tokens == 6
     assert sorted(target for _, target, *_ in trained_tokens(step)) == [3, 5]
-    assert step.sums["groups/frac_mixed"] == 1
+    assert step.sums["groups/frac_teaching"] == 1
     nothing = build([constant], skip_zero_advantage=True)
     assert (nothing.num_tokens, micro_batches(nothing)) == (4, [])
     assert not nothing.minibatches[0].has_signal

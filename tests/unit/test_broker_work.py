@@ -4,8 +4,9 @@ import hashlib
 
 import pytest
 
-from asyncrl.broker.groups import derive_seed, judge
+from asyncrl.broker.groups import derive_seed
 from asyncrl.errors import NoProgressError
+from asyncrl.scores import judge
 from asyncrl.wire import messages as m
 from tests.unit.broker_desk import desk_at_work, kinds, work
 

@@ -2,23 +2,26 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
-from asyncrl.generator.evaluation import EVAL_IDS
+from asyncrl.generator.engine import Completion
+from asyncrl.generator.evaluation import EVAL_IDS, Evaluation
 from asyncrl.generator.hf_engine import HFEngine
 from asyncrl.generator.process import Generator
 from asyncrl.generator.prompts import PromptRenderer
 from asyncrl.tasks import make_task
 from asyncrl.tasks.scoring import ScoringPool
 from asyncrl.telemetry.trace import Tracer
-from asyncrl.types import VersionSpan
+from asyncrl.types import Verdict, VersionSpan
 from asyncrl.weights.snapshot import named_weights
 from asyncrl.weights.staging import DeviceStaging
 from asyncrl.weights.subscriber import Subscriber
 from asyncrl.wire import messages as m
+from asyncrl.wire.codec import decode, encode
 from asyncrl.wire.mailbox import Mailbox
 from tests.models import make_tiny_model
 from tests.reference.stepping import load_policy
@@ -143,6 +146,34 @@ def test_of_weights_that_come_during_an_evaluation_the_newest_are_adopted_after_
     # It reported the evaluation before it reported the new version.
     order = [one for one in came if isinstance(one, m.EvalDone) or is_version(one, newest)]
     assert isinstance(order[0], m.EvalDone)
+
+
+@pytest.mark.parametrize(
+    ("scores", "mean"),
+    # Prompt by prompt, two samples each; the mean is over the samples that have a score.
+    [((1.0, None, 0.0, 0.5, None, None), 0.5), ((0.0,) * 6, 0.0), ((None,) * 6, None)],
+)
+def test_an_evaluation_without_any_score_has_no_mean(parts, scores, mean):
+    evaluation = Evaluation(parts["config"], 7, parts["renderer"], lambda _length: 8)
+    verdicts = iter(
+        Verdict(status="error") if score is None else Verdict(status="scored", score=score)
+        for score in scores
+    )
+    for request_id, sheaf, _ in evaluation.requests:
+        for index in range(2):
+            sheaf.completions[index] = Completion(
+                request_id=request_id, index=index, tokens=np.array([3] * (index + 1), np.int32),
+                behaviour_logprobs=np.zeros(index + 1, np.float32),
+                version_spans=(VersionSpan(7, 0, index + 1),), finish_reason="stop",
+            )  # fmt: skip
+            sheaf.verdicts[index] = next(verdicts)
+        evaluation.finish(sheaf)
+    assert evaluation.done
+    result = evaluation.result()
+    num_scored = 6 - scores.count(None)
+    assert (result.version, result.mean_score, result.mean_tokens) == (7, mean, 1.5)
+    assert (result.num_samples, result.num_unscored) == (num_scored, 6 - num_scored)
+    assert decode(encode(result))[0] == result
 
 
 def is_version(message, version):

@@ -52,6 +52,15 @@ GOOD = '{"prompt": "q", "answer": "a"}\n'
             '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "a"}\n',
             ":1: the last message must be the user's",
         ),
+        (
+            GOOD + r'{"prompt": "q", "answer": "ab\udc80"}' + "\n",
+            r":2: answer holds half of a surrogate pair, \udc80 at character 2",
+        ),
+        (r'{"prompt": "\ud83d", "answer": "a"}', r":1: prompt holds half of a surrogate pair"),
+        (
+            r'{"prompt": [{"role": "user", "content": "\udc80\ud83d"}], "answer": "a"}',
+            r":1: prompt[0] holds half of a surrogate pair, \udc80 at character 0",
+        ),
         (GOOD * 5, "split is empty, 5 rows"),
         ("[" * 100_000 + "\n", ":1: not a line of JSON"),
     ],
@@ -63,6 +72,14 @@ def test_faulty_files_are_refused_with_the_line(tmp_path, text, message):
         make_task(JsonlTask(path=str(path)), seed=0)
     assert str(path) in str(caught.value)
     assert message in str(caught.value)
+
+
+def test_a_whole_surrogate_pair_and_keys_that_are_not_used_are_taken(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [rf'{{"prompt": "{i}", "answer": "\ud83d\ude00", "more": "\udc80"}}' for i in range(40)]
+    path.write_text("\n".join(rows))
+    task = make_task(JsonlTask(path=str(path)), seed=0)
+    assert task.problem("train", 0).answer == "\U0001f600"
 
 
 def test_bytes_that_are_no_utf8_are_refused_with_the_line(tmp_path):

@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.algo.advantages import mean, raw, with_overlong_penalty
 from asyncrl.config import RunConfig
 from asyncrl.learner import records
 from asyncrl.learner.controller import Decision
 from asyncrl.learner.inbox import Delivery
 from asyncrl.learner.recorder import Recorder
 from asyncrl.learner.step import StepResult
+from asyncrl.telemetry.alerts import Watch
 from asyncrl.telemetry.metrics import METRICS, resolve
 from asyncrl.telemetry.trace import Tracer
-from asyncrl.wire.messages import Batch, LedgerCounts
+from asyncrl.wire.messages import Batch, EvalDone, LedgerCounts
 from tests.reference.groups import group, rollout
 from tests.reference.stepping import pack
 
@@ -64,6 +66,19 @@ def test_a_step_without_counted_tokens_has_no_metrics_of_tokens(recorder, tmp_pa
     assert "reward/mean" not in record
     assert record["rate/trained_tokens_per_s"] == 0.0
     assert record["rollouts/unscored_frac"] == 1.0
+
+
+def test_an_evaluation_without_a_score_is_null_on_record_and_no_metric(recorder, tmp_path):
+    empty = EvalDone(
+        version=4, mean_score=None, num_samples=0, num_unscored=8, mean_tokens=2.5, seconds=1.0
+    )
+    recorder.evaluations([empty])
+    [line] = (tmp_path / "evals.jsonl").read_text().splitlines()
+    assert json.loads(line)["mean_score"] is None
+    rest = {"eval/version": 4.0, "eval/unscored": 8.0, "eval/tokens_mean": 2.5}
+    assert records.eval_values(empty) == rest
+    full = empty.model_copy(update={"mean_score": 0.0, "num_samples": 8, "num_unscored": 0})
+    assert records.eval_values(full) == rest | {"eval/score": 0.0, "eval/unscored": 0.0}
 
 
 def test_scripted_pauses_are_idle_time_and_the_parts_add_up_to_the_wall_time(tmp_path, monkeypatch):
@@ -159,8 +174,52 @@ def test_every_share_of_a_batch_lies_between_0_and_1(members):
     shares = {name: value for name, value in found.items() if name in SHARES}
     assert "tokens/truncated_frac" in shares
     assert all(0.0 <= value <= 1.0 for value in shares.values()), shares
+    assert shares["groups/frac_mixed"] + shares["groups/frac_zero_signal"] <= 1.0
     lengths = [len(r.completion_tokens) for item in groups for r in item.rollouts]
     assert found["tokens/completion_mean"] == pytest.approx(np.mean(lengths))
+
+
+def ended(finish, *scores):
+    """A group whose completions are 1, 2, ... tokens long."""
+    return group(
+        [1],
+        [rollout([2] * (i + 1), score=score, finish=finish) for i, score in enumerate(scores)],
+    )
+
+
+MIXED, CUT_OFF = ended("stop", 0.0, 1.0), ended("length", 0.0, 1.0)
+EQUAL, ROUNDED, SINGLE = (ended("stop", *s) for s in ((1.0, 1.0), (1.0, 1.0 + 5e-7), (1.0,)))
+PENALISED = with_overlong_penalty(mean, max_completion_tokens=2, buffer_tokens=1)
+FAILED = group([1], [rollout([2], status="error") for _ in range(2)])
+
+
+@pytest.mark.parametrize(
+    ("groups", "how", "teaching", "mixed", "equal"),
+    [
+        ([MIXED, CUT_OFF, EQUAL, FAILED], {}, 2, 2, 1),
+        # Of a group that is cut off as a whole no token is trained, and its scores differ all the same.
+        ([MIXED, CUT_OFF, EQUAL, FAILED], {"mask_truncated": True}, 1, 2, 1),
+        # Lengths 1 and 2 with a slope from 1 to 2 tokens: equal scores become 1 and 0.
+        ([EQUAL], {"advantage": PENALISED}, 1, 0, 1),
+        ([SINGLE], {}, 0, 0, 1),
+        ([SINGLE], {"advantage": raw}, 1, 0, 1),
+        # As the broker judges them (scores.py): closer together than 1e-6.
+        ([ROUNDED], {}, 1, 0, 1),
+    ],
+)  # fmt: skip
+def test_groups_that_teach_and_groups_whose_scores_differ_are_counted_apart(
+    groups, how, teaching, mixed, equal
+):
+    step = pack(groups, **how)
+    found = resolve(step.sums | records.batch_sums(groups), step.counts)
+    counts = [
+        found[f"groups/frac_{name}"] * len(groups) for name in ("teaching", "mixed", "zero_signal")
+    ]
+    assert counts == [teaching, mixed, equal]
+    # An alert says that there is no signal where nothing teaches, whatever the scores are.
+    watch = Watch()
+    on = {alert.name for _ in range(5) for alert in watch.step(found)[0]}
+    assert on == ({"no_signal"} if teaching == 0 else set())
 
 
 @given(

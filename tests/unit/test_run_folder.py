@@ -65,10 +65,10 @@ def test_an_empty_or_unreadable_key_is_refused(tmp_path: Path) -> None:
         read_key(tmp_path / "key")
 
 
-def record(run_dir: Path, name: str, kind: str, time_s: float) -> None:
+def record(run_dir: Path, name: str, kind: str, time_s: float, message: str = "m") -> None:
     path = error_file(run_dir, name)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"type": kind, "message": "m", "time_s": time_s}))
+    path.write_text(json.dumps({"type": kind, "message": message, "time_s": time_s}))
 
 
 def test_the_earliest_error_is_the_cause_and_a_messenger_never_is(tmp_path: Path) -> None:
@@ -81,6 +81,13 @@ def test_the_earliest_error_is_the_cause_and_a_messenger_never_is(tmp_path: Path
     record(tmp_path, "learner", "NonFiniteLossError", 3.0)
     assert root_cause(tmp_path, ended).startswith("learner: NonFiniteLossError: m")
     assert root_cause(tmp_path, ended[:2]).startswith("generator-0: PeerLostError: m")
+
+
+def test_a_cause_quotes_no_control_character_and_can_be_written(tmp_path: Path) -> None:
+    record(tmp_path, "learner", "ConfigError", 1.0, message="\x1b[2J half \udc80\nof it")
+    said = cause(tmp_path, "learner", 2)
+    assert said.startswith("learner: ConfigError: \u00b7[2J half \u00b7\nof it (log: ")
+    said.encode()
 
 
 def test_of_several_ranks_the_first_to_fail_is_on_record(tmp_path: Path) -> None:

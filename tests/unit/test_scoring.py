@@ -3,11 +3,14 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from asyncrl.types import Verdict
+from asyncrl.wire.codec import decode_group, encode_group
+from tests.reference.groups import group, rollout
 from tests.unit.scorer_files import (
     PROBLEM,
     SCORER,
@@ -55,6 +58,36 @@ def test_numbers_are_scores_and_everything_else_says_why_not(tmp_path):
 def test_long_exception_texts_are_cut_to_200_characters(tmp_path):
     with pool_of(scorer_task(tmp_path)) as pool:
         assert verdict_on(pool, "fail_at_length").detail == ("ValueError: " + "x" * 1000)[:200]
+        # An escape is 6 characters long: 12 + 6 * 31 + 1 = 199.
+        detail = verdict_on(pool, "refuse " + "\udc80" * 100).detail
+        assert detail == "ValueError: " + r"\udc80" * 31 + "\\\u2026"
+
+
+@pytest.mark.parametrize(
+    ("completion", "status", "detail"),
+    [
+        ("refuse half \udc80 pair", "error", r"ValueError: half \udc80 pair"),
+        ("refuse \x1b[2J\x1b]0;title\x07", "error", "ValueError: \u00b7[2J\u00b7]0;title\u00b7"),
+        ("refuse two\nlines \u202e", "error", "ValueError: two\u23celines \u00b7"),
+        ("refuse caf\u00e9 \U0001f600", "error", "ValueError: caf\u00e9 \U0001f600"),
+        (
+            "refuse_and_leave \x1b[2J\udc80",  # the three bytes are no UTF-8
+            "error",
+            "the scoring process ended: exit code 3 \u00b7[2J\ufffd\ufffd\ufffd",
+        ),
+        ("answer_for_itself \x1b[2J\udc80", "error", "\u00b7[2J\\udc80"),
+        ("answer_for_itself number", "error", "the scoring process broke its protocol: "),
+    ],
+)
+def test_what_a_scorer_says_is_one_printable_line_that_can_be_sent(
+    tmp_path, completion, status, detail
+):
+    with pool_of(scorer_task(tmp_path)) as pool:
+        verdict = verdict_on(pool, completion)
+    assert (verdict.status, verdict.detail[: len(detail)]) == (status, detail)
+    assert verdict.detail.isprintable()
+    sent = group([1], [replace(rollout([2]), verdict=verdict)])
+    assert decode_group(encode_group(sent)).rollouts[0].verdict == verdict
 
 
 @pytest.mark.parametrize("kind", ["hang", "burn"])

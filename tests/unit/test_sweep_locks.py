@@ -139,7 +139,7 @@ def test_a_run_whose_row_was_never_written_gets_one_without_a_second_training(
     leave_row(runs[0])
     (runs[0].run_dir / "row.json").unlink()
     (runs[0].run_dir / "summary.json").write_text(
-        json.dumps({"outcome": "done", "wall_minutes": 1.5})
+        json.dumps({"outcome": "done", "last_attempt_minutes": 1.5})
     )
     said: list[str] = []
     assert Runner(settings, runs[:1], said.append).run() == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.console import Follower, summary
+from asyncrl.telemetry.console import Follower, eval_line, summary
 from asyncrl.telemetry.metrics import resolve
 from asyncrl.telemetry.sinks import JsonlSink, WandbSink, set_later_aside
 from asyncrl.telemetry.trace import Tracer
@@ -97,6 +97,36 @@ def test_summary_leaves_out_steps_that_trained_no_token_or_got_no_score(tmp_path
     found = summary(tmp_path)
     assert (found["steps"], found["max_staleness"], found["mean_staleness"]) == (4, 3, 1.0)
     assert (found["reward_first"], found["reward_last"]) == (0.25, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("means", "before", "after", "curve"),
+    [
+        ((0.25, 0.5, 0.75), 0.25, 0.75, [[0, 0.25], [1, 0.5], [2, 0.75]]),
+        ((0.25, None, 0.75), 0.25, 0.75, [[0, 0.25], [2, 0.75]]),
+        ((None, 0.5, None), None, None, [[1, 0.5]]),  # the end of training is not its middle
+        ((None, None, None), None, None, []),
+    ],
+)
+def test_an_evaluation_without_a_score_is_no_score_of_the_summary(
+    tmp_path: Path, means, before, after, curve
+) -> None:
+    with (tmp_path / "evals.jsonl").open("w") as file:
+        for version, mean in enumerate(means):
+            counts = {"num_samples": 0 if mean is None else 8, "num_unscored": 0}
+            file.write(json.dumps({"version": version, "mean_score": mean} | counts) + "\n")
+    found = summary(tmp_path)
+    assert (found.get("held_out_before"), found.get("held_out_after")) == (before, after)
+    assert None not in found.values()
+    assert found["held_out_curve"] == curve
+
+
+def test_the_line_of_an_evaluation_says_how_many_samples_were_scored_or_that_none_was() -> None:
+    record = {"version": 3, "mean_score": 0.25, "num_samples": 6, "num_unscored": 2, "seconds": 1.0}
+    assert eval_line(record) == "held-out score 0.250 at version 3 (6 of 8 samples scored, 1 s)"
+    record |= {"mean_score": None, "num_samples": 0, "num_unscored": 8}
+    expected = "held-out score unknown at version 3 (no sample of 8 was scored, 1 s)"
+    assert eval_line(record) == expected
 
 
 def test_summary_of_a_run_that_left_nothing_is_not_an_error(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from asyncrl.cli import main
 from asyncrl.config import RunConfig
-from asyncrl.report.frame import frame, plain, sparkline
+from asyncrl.report.frame import frame, sparkline
 from asyncrl.report.state import RunState
 from asyncrl.report.watch import watch
 from asyncrl.run_folder import run_folder
 from asyncrl.telemetry.sinks import set_later_aside
+from asyncrl.telemetry.terminal import plain
 from tests.unit.run_folders import make_run, rollout_record, step_record, write_lines
 
 
@@ -96,6 +97,13 @@ def test_steps_that_are_made_again_replace_those_of_the_attempt_before(tmp_path)
     assert state.rewards == {0: 0.0, 1: 0.01, 2: 0.9}
     assert state.alerts == []
     assert state.last["step"] == 2
+
+
+def test_an_evaluation_without_a_score_is_no_point_of_the_curve(tmp_path):
+    run_dir = make_run(tmp_path / "run", steps=4)  # 0 at version 0, 1 at version 4
+    append(run_dir / "evals.jsonl", {"version": 9, "mean_score": None, "num_samples": 0})
+    assert RunState(run_dir).evals == {0: 0.0, 4: 1.0}
+    assert "at version 4" in drawn(run_dir)
 
 
 def test_a_broken_line_is_passed_over(tmp_path):

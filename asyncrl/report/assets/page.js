@@ -39,7 +39,7 @@ function curves() {
   const evals = { name: "held-out", ys: DATA.evals.map((e) => e.mean_score), xs: DATA.evals.map((e) => e.version), colour: seriesColour(2), dots: true, tip: "held-out evaluation, at its version" };
   const cards = [
     lineChart({ title: "Reward and held-out score", series: [...smooth("reward/mean", "reward", 0), evals] }),
-    lineChart({ title: "Groups that teach", note: "scores differ", low: 0, high: 1, series: [...smooth("groups/frac_mixed", "mixed", 2), line("groups/frac_solved", "solved", 0), line("groups/frac_zero_signal", "equal scores", 5)] }),
+    lineChart({ title: "Groups that teach", note: "a trained token has an advantage", low: 0, high: 1, series: [...smooth("groups/frac_teaching", "teach", 2), line("groups/frac_mixed", "scores differ", 3), line("groups/frac_solved", "solved", 0), line("groups/frac_zero_signal", "equal scores", 5)] }),
     lineChart({ title: "Policy loss", unit: "nats", series: smooth("loss/policy", "loss", 3) }),
     lineChart({ title: "Entropy", unit: "nats", low: 0, series: smooth("policy/entropy", "entropy", 1) }),
     lineChart({ title: "Gradient norm", log: true, series: smooth("optimizer/grad_norm", "norm", 5) }),

@@ -162,7 +162,7 @@ function stepCard(showRollouts) {
       el("button", { onclick: () => Steps.choose(Steps.list[i]) }, `${Steps.list[i]} (${seconds(s)})`))))), body);
 }
 
-const FACTS = ["reward/mean", "groups/frac_mixed", "tokens/trained", "tokens/completion_mean", "staleness/mean", "staleness/max",
+const FACTS = ["reward/mean", "groups/frac_teaching", "groups/frac_mixed", "tokens/trained", "tokens/completion_mean", "staleness/mean", "staleness/max",
   "mismatch/k3", "correction/ess", "optimizer/grad_norm", "policy/entropy", "rate/trained_tokens_per_s", "staleness/queued_s"];
 
 function stepBody(step, showRollouts) {
