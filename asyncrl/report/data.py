@@ -18,21 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.report.causes import causes_by_step, strips
-from asyncrl.report.files import (
-    Record,
-    number,
-    read_by,
-    read_config,
-    read_lines,
-    read_object,
-    read_split,
-    setting,
-)
+from asyncrl.report.files import read_by, read_config, read_object, read_split, setting
 from asyncrl.report.rollouts import browse
 from asyncrl.report.slow import explain
 from asyncrl.report.verdict import read_verdict
 from asyncrl.report.words import glossary
 from asyncrl.telemetry.attribution import record_shares
+from asyncrl.telemetry.jsonlines import Record, number, read_lines
 from asyncrl.telemetry.lives import read_lives
 
 BUDGET_BYTES = 40 * 2**20

@@ -4,29 +4,14 @@ Whatever is not a whole JSON object in one line is passed over; what is missing 
 writes to the folder.
 """
 
-import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from asyncrl.telemetry.bottleneck import Split
-
-Record = dict[str, Any]
+from asyncrl.telemetry.jsonlines import Record, parse, read_lines
 
 _TAIL_BYTES = 2**16
-
-
-def read_lines(path: Path) -> Iterator[Record]:
-    """Every object of a JSON-lines file; none if there is no such file."""
-    try:
-        file = path.open("rb")
-    except OSError:
-        return
-    with file:
-        for line in file:
-            if (record := _parsed(line)) is not None:
-                yield record
 
 
 def read_tail(path: Path) -> list[Record]:
@@ -40,7 +25,7 @@ def read_tail(path: Path) -> list[Record]:
         return []
     if size > _TAIL_BYTES:
         lines = lines[1:]
-    return [record for line in lines if (record := _parsed(line)) is not None]
+    return [record for line in lines if (record := parse(line)) is not None]
 
 
 def read_by(path: Path, key: str) -> list[Record]:
@@ -52,7 +37,7 @@ def read_by(path: Path, key: str) -> list[Record]:
 def read_object(path: Path) -> Record:
     """The object in a JSON file; {} if there is none."""
     try:
-        return _parsed(path.read_bytes()) or {}
+        return parse(path.read_bytes()) or {}
     except OSError:
         return {}
 
@@ -86,22 +71,3 @@ def setting(config: Record, path: str, default: Any = None) -> Any:  # noqa: ANN
             return default
         value = value[part]
     return value
-
-
-def number(value: object) -> float | None:
-    """The value if it is a finite number (JSON of others may hold NaN), else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < float("inf") else None
-
-
-def _parsed(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line, parse_constant=_nothing)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _nothing(_constant: str) -> None:
-    """NaN and infinities, which JSON has not and other writers use: no number."""

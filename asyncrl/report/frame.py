@@ -15,10 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.report.files import number, setting
+from asyncrl.report.files import setting
 from asyncrl.report.state import RunState
 from asyncrl.telemetry.attribution import record_shares
 from asyncrl.telemetry.bottleneck import diagnose
+from asyncrl.telemetry.jsonlines import number
 
 _BARS = "▁▂▃▄▅▆▇█"
 _STYLE = {

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import ProtocolError
-from asyncrl.report.files import Record, number, read_lines
+from asyncrl.telemetry.jsonlines import Record, number, read_lines
 from asyncrl.types import RolloutGroup
 from asyncrl.wire.codec import decode_group
 

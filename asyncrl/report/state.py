@@ -1,13 +1,12 @@
 """What the live view knows of a run: grown from its files as they grow, none read twice."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from asyncrl.report.files import Record, number, read_config, read_split, read_tail, setting
+from asyncrl.report.files import read_config, read_split, read_tail, setting
 from asyncrl.report.verdict import Verdict, read_verdict
 from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.console import Follower
+from asyncrl.telemetry.jsonlines import Record, number
 
 _NUM_ALERTS = 4
 _NUM_ROLLOUTS = 6
@@ -54,9 +53,9 @@ class RunState:
         if self.split is None:
             self.split = read_split(self._run_dir)
         self.verdict = read_verdict(self._run_dir)
-        for record in _whole(self._steps):
+        for record in self._steps.new():
             self._take(record)
-        for record in _whole(self._evals):
+        for record in self._evals.new():
             score = number(record.get("mean_score"))
             if isinstance(record.get("version"), int) and score is not None:
                 self.evals[record["version"]] = score
@@ -80,13 +79,3 @@ class RunState:
         self.alerts = [(at, text) for at, text in self.alerts if at < step] + texts
         self.alerts = self.alerts[-_NUM_ALERTS:]
         self.last = record
-
-
-def _whole(follower: Follower) -> Iterator[dict[str, Any]]:
-    """New records; a line that a full disk cut is passed over."""
-    while True:
-        try:
-            yield from follower.new()
-        except ValueError:
-            continue
-        return
