@@ -54,7 +54,7 @@ def collect(run_dir: Path, *, budget_bytes: int = BUDGET_BYTES) -> dict[str, Any
     lives = read_lives(run_dir)
     by_step = causes_by_step(lives)
     kinds = [by_step.get(record["step"]) or _from_record(record) for record in records]
-    drops = list(read_lines(run_dir / "drops.jsonl"))
+    drops = read_lines(run_dir / "drops.jsonl")
     return {
         "run": _run(run_dir, config, text),
         "steps": columns(records),
