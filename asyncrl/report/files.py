@@ -12,20 +12,32 @@ from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.jsonlines import Record, parse, read_lines
 
 _TAIL_BYTES = 2**16
+_MOST_TAIL_BYTES = 2**22
 
 
-def read_tail(path: Path) -> list[Record]:
-    """The last objects of a JSON-lines file, as many as lie whole within its last 64 KiB."""
+def read_tail(path: Path, num_least: int) -> list[Record]:
+    """The last objects of a JSON-lines file: those that lie whole within its last 64 KiB.
+
+    If these are fewer than `num_least`, within twice as much, and so on up to 4 MiB: a line with every
+    token of a rollout, or with the payload of a dropped group, may have a megabyte and more.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
+            length = _TAIL_BYTES
+            while True:
+                file.seek(max(0, size - length))
+                lines = file.read(length).split(b"\n")
+                found = [
+                    record
+                    for line in (lines[1:] if size > length else lines)
+                    if (record := parse(line)) is not None
+                ]
+                if len(found) >= num_least or length >= min(size, _MOST_TAIL_BYTES):
+                    return found
+                length *= 2
     except OSError:
         return []
-    if size > _TAIL_BYTES:
-        lines = lines[1:]
-    return [record for line in lines if (record := parse(line)) is not None]
 
 
 def read_by(path: Path, key: str) -> list[Record]:

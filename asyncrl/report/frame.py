@@ -158,7 +158,7 @@ def _ledger(state: RunState) -> RenderableType:
     for name in _LEDGER:
         if (value := number(state.last.get(f"ledger/{name}"))) is not None:
             table.add_row(name, f"{value:.0f}")
-    for drop in state.drops[-2:]:
+    for drop in state.drops:
         why = f"group {drop.get('group_id')} at version {drop.get('version')}: {drop.get('reason')}"
         table.add_row("dropped", plain(why, 60))
     return Panel(table, title="groups", title_align="left")

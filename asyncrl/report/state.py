@@ -6,10 +6,11 @@ from asyncrl.report.files import read_config, read_split, read_tail, setting
 from asyncrl.report.verdict import Verdict, read_verdict
 from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.console import Follower
-from asyncrl.telemetry.jsonlines import Record, number
+from asyncrl.telemetry.jsonlines import Record, integer, number
 
 _NUM_ALERTS = 4
 _NUM_ROLLOUTS = 6
+_NUM_DROPS = 2
 
 
 class RunState:
@@ -59,10 +60,11 @@ class RunState:
             score = number(record.get("mean_score"))
             if isinstance(record.get("version"), int) and score is not None:
                 self.evals[record["version"]] = score
-        tail = read_tail(self._run_dir / "rollouts.jsonl")
+        group_size = integer(setting(self.config, "pipeline.group_size")) or 1
+        tail = read_tail(self._run_dir / "rollouts.jsonl", _NUM_ROLLOUTS * group_size)
         groups = {(row.get("step"), row.get("group_id")): row for row in tail}
         self.rollouts = list(groups.values())[-_NUM_ROLLOUTS:]  # one of each group
-        self.drops = read_tail(self._run_dir / "drops.jsonl")[-_NUM_ROLLOUTS:]
+        self.drops = read_tail(self._run_dir / "drops.jsonl", _NUM_DROPS)[-_NUM_DROPS:]
 
     def _take(self, record: Record) -> None:
         step = record.get("step")
