@@ -8,8 +8,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from asyncrl.report.shapes import Shape, fit
 from asyncrl.telemetry.bottleneck import Split
-from asyncrl.telemetry.jsonlines import Record, parse, read_lines
+from asyncrl.telemetry.jsonlines import Record, integer, parse, read_lines, tree
 
 _TAIL_BYTES = 2**16
 _MOST_TAIL_BYTES = 2**22
@@ -40,39 +41,47 @@ def read_tail(path: Path, num_least: int) -> list[Record]:
         return []
 
 
-def read_by(path: Path, key: str) -> list[Record]:
-    """Objects in the order of an integer `key`, the last written of several; others are left out."""
-    found = {record[key]: record for record in read_lines(path) if isinstance(record.get(key), int)}
+def read_by(path: Path, key: str, shape: Shape) -> list[Record]:
+    """Records in the order of their integer `key`, the last written of several.
+
+    Those without are left out.
+    """
+    records = (fit(record, shape) for record in read_lines(path))
+    found = {record[key]: record for record in records if key in record}
     return [found[value] for value in sorted(found)]
 
 
 def read_object(path: Path) -> Record:
-    """The object in a JSON file; {} if there is none."""
+    """The object in a JSON file, as a tree of finite numbers (jsonlines.tree); {} if there is none."""
     try:
-        return parse(path.read_bytes()) or {}
+        found: Record = tree(parse(path.read_bytes()) or {})
     except OSError:
         return {}
+    return found
 
 
 def read_config(run_dir: Path) -> tuple[Record, str]:
     """The resolved configuration as a tree and as its text; empty if there is none.
 
-    Not validated: the page of an old run must not fail because a setting has been renamed since.
+    Not validated: the page of an old run must not fail because a setting has been renamed since. Dates,
+    and infinities, which JSON has not, are None.
     """
     try:
         text = (run_dir / "config.toml").read_text("utf-8")
-        return tomllib.loads(text), text
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return tree(tomllib.loads(text)), text
+    except (OSError, ValueError, RecursionError):  # no file, no UTF-8 or TOML, nested without end
         return {}, ""
 
 
 def read_split(run_dir: Path) -> Split | None:
     """The run's GPUs by side, if each serves one."""
     found = read_object(run_dir / "run.json").get("gpu_split")
-    try:
-        return Split(**found) if found else None
-    except TypeError:
+    if not isinstance(found, dict):
         return None
+    learner, generators = integer(found.get("learner")), integer(found.get("generators"))
+    if learner is None or generators is None or min(learner, generators) < 1:
+        return None
+    return Split(learner=learner, generators=generators)
 
 
 def setting(config: Record, path: str, default: Any = None) -> Any:  # noqa: ANN401

@@ -9,7 +9,6 @@ A dropped group is shown among the others, with its reason as its rollouts' fate
 """
 
 import base64
-import binascii
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from asyncrl.errors import ProtocolError
+from asyncrl.report.shapes import DROP, ROLLOUT, TOKENS, fit, is_version, is_whole
 from asyncrl.telemetry.jsonlines import Record, number, parse
 from asyncrl.types import Rollout
 from asyncrl.wire.codec import decode_group
@@ -28,7 +28,6 @@ ROW = (
     "group", "index", "text", "score", "advantage", "fate", "finish", "verdict", "detail", "num_tokens",
     "spans", "mean_behaviour_logprob", "tokens",
 )  # fmt: skip
-TOKENS = ("text", "behaviour_logprobs", "proximal_logprobs", "behaviour_weights")
 
 
 @dataclass(slots=True)
@@ -76,10 +75,11 @@ def browse(run_dir: Path, *, budget_bytes: int) -> Browser:
         shown = evenly([place.size for _, place in places], budget_bytes)
         for (file, place), is_shown in zip(places, shown, strict=True):
             if is_shown and file is trained:
-                _add(found, [r for r in _records(file, place) if _key(r) == place.key])
+                records = (fit(record, ROLLOUT) for record in _records(file, place))
+                _add(found, [record for record in records if _key(record) == place.key])
             elif is_shown:
                 for drop in _records(file, place):
-                    _add_dropped(found, drop)
+                    _add_dropped(found, fit(drop, DROP))
             else:
                 name = "rollouts.jsonl" if file is trained else "drops.jsonl"
                 found.left_out[name] = found.left_out.get(name, 0) + place.num_rollouts
@@ -121,7 +121,7 @@ def _trained(file: BinaryIO) -> list[_Place]:
 
 def _key(record: Record) -> tuple[int, int] | None:
     step, group_id = record.get("step"), record.get("group_id")
-    return (step, group_id) if isinstance(step, int) and isinstance(group_id, int) else None
+    return (step, group_id) if is_version(step) and is_whole(group_id) else None
 
 
 def _dropped(file: BinaryIO) -> list[_Place]:
@@ -130,7 +130,7 @@ def _dropped(file: BinaryIO) -> list[_Place]:
     at = 0
     for line in file:
         record = parse(line) or {}
-        if isinstance(record.get("payload"), list) and isinstance(record.get("version"), int):
+        if isinstance(record.get("payload"), list) and is_version(record.get("version")):
             scores = record.get("scores")
             count = len(scores) if isinstance(scores, list) else 0
             places.append(_Place(at, at, len(line), count))
@@ -155,38 +155,33 @@ def _add(found: Browser, records: Sequence[Record]) -> None:
 
 def _group(step: int, record: Record) -> list[Any]:
     return [
-        step, record["group_id"], record.get("ordinal", 0), _text(record, "generator"),
-        _text(record, "prompt"), _text(record, "answer"),
+        step, record["group_id"], record.get("ordinal", 0), record.get("generator", ""),
+        record.get("prompt", ""), record.get("answer", ""),
     ]  # fmt: skip
 
 
 def _row(group: int, record: Record) -> list[Any]:
     tokens = record.get("tokens")
     return [
-        group, record.get("index", 0), _text(record, "text"), number(record.get("score")),
-        number(record.get("advantage")), _text(record, "fate"), _text(record, "finish_reason"),
-        _text(record, "verdict"), _text(record, "detail"), record.get("num_tokens", 0),
-        record.get("version_spans", []), number(record.get("mean_behaviour_logprob")),
-        [tokens.get(name, []) for name in TOKENS] if isinstance(tokens, dict) else 0,
+        group, record.get("index", 0), record.get("text", ""), record.get("score"),
+        record.get("advantage"), record.get("fate", ""), record.get("finish_reason", ""),
+        record.get("verdict", ""), record.get("detail", ""), record.get("num_tokens", 0),
+        record.get("version_spans", []), record.get("mean_behaviour_logprob"),
+        0 if tokens is None else [tokens.get(name, []) for name in TOKENS],
     ]  # fmt: skip
-
-
-def _text(record: Record, name: str) -> str:
-    value = record.get(name, "")
-    return value if isinstance(value, str) else str(value)
 
 
 def _add_dropped(found: Browser, drop: Record) -> None:
     """A group whose payload cannot be read is not shown."""
     try:
-        frames = [base64.b64decode(str(frame), validate=True) for frame in drop["payload"]]
+        frames = [base64.b64decode(frame, validate=True) for frame in drop.get("payload", ())]
         group = decode_group(frames)
-    except (binascii.Error, ProtocolError):
+    except (ValueError, ProtocolError):
         return
     found.groups.append(
         [drop["version"], group.group_id, group.ordinal, "", group.prompt_text, group.answer]
     )
-    fate = f"dropped: {_text(drop, 'reason')}"
+    fate = f"dropped: {drop.get('reason', '')}"
     found.rows += [
         _dropped_row(len(found.groups) - 1, index, rollout, fate)
         for index, rollout in enumerate(group.rollouts)
@@ -198,6 +193,6 @@ def _dropped_row(group: int, index: int, rollout: Rollout, fate: str) -> list[An
     mean = float(logprobs.mean()) if len(logprobs) and np.isfinite(logprobs).all() else None
     spans = [[span.version, span.start, span.end] for span in rollout.version_spans]
     return [
-        group, index, rollout.text, rollout.verdict.score, None, fate, rollout.finish_reason,
+        group, index, rollout.text, number(rollout.verdict.score), None, fate, rollout.finish_reason,
         rollout.verdict.status, rollout.verdict.detail, len(logprobs), spans, mean, 0,
     ]  # fmt: skip

@@ -12,7 +12,8 @@ from rich.console import Console
 from asyncrl.cli import main
 from asyncrl.config import RunConfig
 from asyncrl.report.files import read_tail
-from asyncrl.report.frame import frame, plain, sparkline
+from asyncrl.report.frame import frame, sparkline
+from asyncrl.report.plain import plain
 from asyncrl.report.state import RunState
 from asyncrl.report.watch import watch
 from asyncrl.run_folder import run_folder
