@@ -62,7 +62,7 @@ def generator_values(
     of a short run are made of tokens that no report has brought.
     """
     values = {}
-    if any(name.startswith("generator/") for name in now):
+    if any(name in now for name in _GENERATOR_BUSY):
         busy_s = sum(now.get(name, 0.0) - before.get(name, 0.0) for name in _GENERATOR_BUSY)
         values["generator/busy_frac"] = min(1.0, busy_s / (seconds * num_generators))
     if "sampled_tokens" in now:

@@ -186,7 +186,9 @@ def test_generators_are_busy_for_a_share_of_the_time_and_events_not_yet_sent_are
 
 
 def test_a_rate_is_left_out_until_a_report_has_brought_its_count():
-    # A first report, before any completion has ended, brings times and no tokens.
+    # A first report may be of the start alone; before any completion has ended it brings no tokens.
+    values = records.generator_values({"generator/start": 2.0}, {}, seconds=1.0, num_generators=1)
+    assert "generator/busy_frac" not in values
     began = {"generator/start": 2.0, "generator/decode": 0.5}
     values = records.generator_values(began, {}, seconds=1.0, num_generators=1)
     assert values["generator/busy_frac"] == 0.5
