@@ -3,7 +3,6 @@
 Who lost a peer is only the messenger: any other end comes first, then the earliest record.
 """
 
-import json
 import os
 import signal
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, DeviceError, WeightMismatchError
+from asyncrl.telemetry.jsonlines import number, parse
 from asyncrl.telemetry.terminal import printable
 
 _SIGNALS = {
@@ -79,9 +79,14 @@ def _is(kind: type[AsyncRLError], run_dir: Path, name: str) -> bool:
 
 
 def _error(run_dir: Path, name: str) -> dict[str, Any] | None:
-    path = error_file(run_dir, name)
-    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return found
+    """The record of an error; None if there is none, or it is cut or not of the form of `error_file`."""
+    try:
+        found = parse(error_file(run_dir, name).read_bytes())
+    except OSError:
+        return None
+    if found is None or number(found.get("time_s")) is None:
+        return None
+    return found if all(isinstance(found.get(key), str) for key in ("type", "message")) else None
 
 
 def _is_full(run_dir: Path) -> bool:

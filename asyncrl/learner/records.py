@@ -61,12 +61,17 @@ def generator_values(
     """Rates of all generators together, and everybody's shares of time, from running totals.
 
     `seconds` lie between `before` and `now`; an empty `before`, with start-up behind it, gives no shares.
+    What no generator has counted yet has no rate: their reports are up to 0.25 s old, and the first steps
+    of a short run are made of tokens that no report has brought.
     """
-    busy_s = sum(now.get(name, 0.0) - before.get(name, 0.0) for name in _GENERATOR_BUSY)
-    sampled = now.get("sampled_tokens", 0.0) - before.get("sampled_tokens", 0.0)
-    return {
-        "generator/busy_frac": min(1.0, busy_s / (seconds * num_generators)),
-        "rate/sampled_tokens_per_s": sampled / seconds,
+    values = {}
+    if any(name in now for name in _GENERATOR_BUSY):
+        busy_s = sum(now.get(name, 0.0) - before.get(name, 0.0) for name in _GENERATOR_BUSY)
+        values["generator/busy_frac"] = min(1.0, busy_s / (seconds * num_generators))
+    if "sampled_tokens" in now:
+        sampled = now["sampled_tokens"] - before.get("sampled_tokens", 0.0)
+        values["rate/sampled_tokens_per_s"] = sampled / seconds
+    return values | {
         "scoring/timeouts": now.get("verdict/timeout", 0.0),
         "scoring/errors": now.get("verdict/error", 0.0),
         "canary/distance": now.get("canary/distance", 0.0),

@@ -18,21 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.report.causes import causes_by_step, strips
-from asyncrl.report.files import (
-    Record,
-    number,
-    read_by,
-    read_config,
-    read_lines,
-    read_object,
-    read_split,
-    setting,
-)
+from asyncrl.report.files import read_by, read_config, read_object, read_split, setting
 from asyncrl.report.rollouts import browse
+from asyncrl.report.shapes import DROP, EVAL, STEP, fit
 from asyncrl.report.slow import explain
 from asyncrl.report.verdict import read_verdict
 from asyncrl.report.words import glossary
 from asyncrl.telemetry.attribution import record_shares
+from asyncrl.telemetry.jsonlines import Record, number, read_lines
 from asyncrl.telemetry.lives import read_lives
 
 BUDGET_BYTES = 40 * 2**20
@@ -57,18 +50,18 @@ def collect(run_dir: Path, *, budget_bytes: int = BUDGET_BYTES) -> dict[str, Any
         budget_bytes: of rollouts, as they lie in the file.
     """
     config, text = read_config(run_dir)
-    records = read_by(run_dir / "metrics.jsonl", "step")
+    records = read_by(run_dir / "metrics.jsonl", "step", STEP)
     steps = [record["step"] for record in records]
     lives = read_lives(run_dir)
     by_step = causes_by_step(lives)
     kinds = [by_step.get(record["step"]) or _from_record(record) for record in records]
-    drops = list(read_lines(run_dir / "drops.jsonl"))
+    drops = (fit(drop, DROP) for drop in read_lines(run_dir / "drops.jsonl"))
     return {
         "run": _run(run_dir, config, text),
         "steps": columns(records),
         "notes": {
             "alerts": [
-                {"step": record["step"], "text": str(note)}
+                {"step": record["step"], "text": note}
                 for record in records
                 for note in record.get("new_alerts", ())
             ],
@@ -76,7 +69,7 @@ def collect(run_dir: Path, *, budget_bytes: int = BUDGET_BYTES) -> dict[str, Any
             "skipped": [record.get("skipped", "") for record in records],
             "times": [[e.seconds, e.usual_s, e.slow, e.text] for e in explain(kinds)],
         },
-        "evals": read_by(run_dir / "evals.jsonl", "version"),
+        "evals": read_by(run_dir / "evals.jsonl", "version", EVAL),
         "drops": [{k: v for k, v in drop.items() if k != "payload"} for drop in drops],
         "causes": {
             "by_step": [_rounded(part) for part in kinds],
@@ -107,7 +100,7 @@ def _run(run_dir: Path, config: Record, text: str) -> dict[str, Any]:
     verdict = read_verdict(run_dir)
     provenance = read_object(run_dir / "run.json")
     return {
-        "name": str(setting(config, "name", run_dir.resolve().name)),
+        "name": str(setting(config, "name") or run_dir.resolve().name),
         "folder": str(run_dir.resolve()),
         "state": verdict.state,
         "verdict": verdict.text,

@@ -4,78 +4,84 @@ Whatever is not a whole JSON object in one line is passed over; what is missing 
 writes to the folder.
 """
 
-import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncrl.report.shapes import Shape, fit
 from asyncrl.telemetry.bottleneck import Split
-
-Record = dict[str, Any]
+from asyncrl.telemetry.jsonlines import Record, integer, parse, read_lines, tree
 
 _TAIL_BYTES = 2**16
+_MOST_TAIL_BYTES = 2**22
 
 
-def read_lines(path: Path) -> Iterator[Record]:
-    """Every object of a JSON-lines file; none if there is no such file."""
-    try:
-        file = path.open("rb")
-    except OSError:
-        return
-    with file:
-        for line in file:
-            if (record := _parsed(line)) is not None:
-                yield record
+def read_tail(path: Path, num_least: int) -> list[Record]:
+    """The last objects of a JSON-lines file: those that lie whole within its last 64 KiB.
 
-
-def read_tail(path: Path) -> list[Record]:
-    """The last objects of a JSON-lines file, as many as lie whole within its last 64 KiB."""
+    If these are fewer than `num_least`, within twice as much, and so on up to 4 MiB: a line with every
+    token of a rollout, or with the payload of a dropped group, may have a megabyte and more.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
+            length = _TAIL_BYTES
+            while True:
+                file.seek(max(0, size - length))
+                lines = file.read(length).split(b"\n")
+                found = [
+                    record
+                    for line in (lines[1:] if size > length else lines)
+                    if (record := parse(line)) is not None
+                ]
+                if len(found) >= num_least or length >= min(size, _MOST_TAIL_BYTES):
+                    return found
+                length *= 2
     except OSError:
         return []
-    if size > _TAIL_BYTES:
-        lines = lines[1:]
-    return [record for line in lines if (record := _parsed(line)) is not None]
 
 
-def read_by(path: Path, key: str) -> list[Record]:
-    """Objects in the order of an integer `key`, the last written of several; others are left out."""
-    found = {record[key]: record for record in read_lines(path) if isinstance(record.get(key), int)}
+def read_by(path: Path, key: str, shape: Shape) -> list[Record]:
+    """Records in the order of their integer `key`, the last written of several.
+
+    Those without are left out.
+    """
+    records = (fit(record, shape) for record in read_lines(path))
+    found = {record[key]: record for record in records if key in record}
     return [found[value] for value in sorted(found)]
 
 
 def read_object(path: Path) -> Record:
-    """The object in a JSON file; {} if there is none."""
+    """The object in a JSON file, as a tree of finite numbers (jsonlines.tree); {} if there is none."""
     try:
-        return _parsed(path.read_bytes()) or {}
+        found: Record = tree(parse(path.read_bytes()) or {})
     except OSError:
         return {}
+    return found
 
 
 def read_config(run_dir: Path) -> tuple[Record, str]:
     """The resolved configuration as a tree and as its text; empty if there is none.
 
-    Not validated: the page of an old run must not fail because a setting has been renamed since.
+    Not validated: the page of an old run must not fail because a setting has been renamed since. Dates,
+    and infinities, which JSON has not, are None.
     """
     try:
         text = (run_dir / "config.toml").read_text("utf-8")
-        return tomllib.loads(text), text
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return tree(tomllib.loads(text)), text
+    except (OSError, ValueError, RecursionError):  # no file, no UTF-8 or TOML, nested without end
         return {}, ""
 
 
 def read_split(run_dir: Path) -> Split | None:
     """The run's GPUs by side, if each serves one."""
     found = read_object(run_dir / "run.json").get("gpu_split")
-    try:
-        return Split(**found) if found else None
-    except TypeError:
+    if not isinstance(found, dict):
         return None
+    learner, generators = integer(found.get("learner")), integer(found.get("generators"))
+    if learner is None or generators is None or min(learner, generators) < 1:
+        return None
+    return Split(learner=learner, generators=generators)
 
 
 def setting(config: Record, path: str, default: Any = None) -> Any:  # noqa: ANN401
@@ -86,22 +92,3 @@ def setting(config: Record, path: str, default: Any = None) -> Any:  # noqa: ANN
             return default
         value = value[part]
     return value
-
-
-def number(value: object) -> float | None:
-    """The value if it is a finite number (JSON of others may hold NaN), else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < float("inf") else None
-
-
-def _parsed(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line, parse_constant=_nothing)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _nothing(_constant: str) -> None:
-    """NaN and infinities, which JSON has not and other writers use: no number."""

@@ -1,7 +1,8 @@
 """One frame of the live view, as rich renderables: a pure function of RunState.
 
-Completions are other people's text: control characters, which could move the cursor or recolour the
-terminal, are shown as a dot, and nothing of them is read as markup.
+Completions are other people's text, and so is every name in a record: control characters, which could
+move the cursor or recolour the terminal, are shown as a dot, and nothing is read as markup. Strings
+therefore become cells through `_add`, and other text through `plain`.
 """
 
 import statistics
@@ -14,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.report.files import number, setting
+from asyncrl.report.files import setting
 from asyncrl.report.state import RunState
 from asyncrl.telemetry.attribution import record_shares
 from asyncrl.telemetry.bottleneck import diagnose
@@ -29,7 +30,12 @@ _STYLE = {
     "killed": "red",
 }
 _WAITS = ("wait_batch", "wait_credit", "wait_score", "wait_weights")
-_LEDGER = ("trained", "queued", "in_flight", "dropped_stale", "dropped_filtered", "failed")
+_WIDEST = 400
+"""Characters of a cell."""
+
+_LEDGER = (
+    "admitted", "trained", "queued", "in_flight", "dropped_stale", "dropped_filtered", "failed",
+)  # fmt: skip
 
 
 def frame(state: RunState) -> RenderableType:
@@ -59,17 +65,18 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def _head(state: RunState) -> RenderableType:
     done = max(state.seconds, default=-1) + 1
     total = state.num_steps
+    verdict = state.verdict.state
     line = Text.assemble(
-        (str(setting(state.config, "name", "run")), "bold"), "  ",
-        (state.verdict.state, f"bold {_STYLE.get(state.verdict.state, 'white')}"),
+        (plain(str(setting(state.config, "name") or "run"), 80), "bold"), "  ",
+        (verdict, f"bold {_STYLE.get(verdict, 'white')}"),
         f"  step {done}" + (f" of {total}" if total else ""),
     )  # fmt: skip
-    if state.verdict.state == "running" and total and state.seconds and done < total:
+    if verdict == "running" and total and state.seconds and done < total:
         recent = statistics.median(list(state.seconds.values())[-20:])
         line.append(f"  {recent:.2g} s a step, about {_duration((total - done) * recent)} to go")
-    elif state.verdict.state != "running":
+    elif verdict != "running":
         line.append(f"  {plain(state.verdict.text, 300)}")
-    if not total:
+    if total is None or total < 1:
         return line
     bar = Table.grid(expand=True)  # which ends its line; a bar by itself does not
     bar.add_row(ProgressBar(total=total, completed=min(done, total)))
@@ -80,29 +87,27 @@ def _learning(state: RunState) -> RenderableType:
     table = _grid()
     rewards = list(state.rewards.values())
     if rewards:
-        table.add_row(
-            "reward", Text(f"{rewards[0]:.3g} → {rewards[-1]:.3g}  ") + sparkline(rewards, 36)
-        )
+        _add(table, "reward", f"{rewards[0]:.3g} → {rewards[-1]:.3g}  {sparkline(rewards, 36)}")
     if state.evals:
         scores = [state.evals[version] for version in sorted(state.evals)]
         text = f"{scores[0]:.3g} → {scores[-1]:.3g}  {sparkline(scores, 36)}"
-        table.add_row("held-out", f"{text} at version {max(state.evals)}")
+        _add(table, "held-out", f"{text} at version {max(state.evals)}")
     for name, label in (
         ("loss/policy", "loss"), ("policy/entropy", "entropy"), ("optimizer/grad_norm", "grad norm"),
         ("tokens/completion_mean", "tokens"), ("rate/sampled_tokens_per_s", "sampled/s"),
         ("rate/trained_tokens_per_s", "trained/s"),
     ):  # fmt: skip
-        if (value := number(state.last.get(name))) is not None:
-            table.add_row(label, f"{value:.4g}")
+        if name in state.last:
+            _add(table, label, f"{state.last[name]:.4g}")
     return Panel(table, title="learning", title_align="left")
 
 
 def _staleness(state: RunState) -> RenderableType:
     table = _grid()
     last, bound = state.last, setting(state.config, "pipeline.max_staleness")
-    mean, largest = number(last.get("staleness/mean")), number(last.get("staleness/max"))
+    mean, largest = last.get("staleness/mean"), last.get("staleness/max")
     if mean is not None and largest is not None:
-        table.add_row("tokens", f"mean {mean:.2f}, largest {largest:.0f} of k = {bound}")
+        _add(table, "tokens", f"mean {mean:.2f}, largest {largest:.0f} of k = {bound}")
     counts = _by_age(last, "staleness/tokens")
     total = sum(counts.values())
     mismatch = _by_age(last, "mismatch/k3")
@@ -111,15 +116,16 @@ def _staleness(state: RunState) -> RenderableType:
         text = f"{'█' * round(20 * share):<20} {share:4.0%}"
         if age in mismatch:
             text += f"  k3 {mismatch[age]:.1e}"
-        table.add_row(f"{age} old", text)
+        _add(table, f"{age} old", text)
     return Panel(table, title="staleness of the last step", title_align="left")
 
 
-def _by_age(record: Mapping[str, object], name: str) -> dict[int, float]:
+def _by_age(record: Mapping[str, float], name: str) -> dict[int, float]:
+    """Of one step, by staleness; no such value is negative."""
     found = {}
     for key, value in record.items():
         base, at, age = key.partition("@")
-        if base == name and at and age.isdecimal() and isinstance(value, int | float):
+        if base == name and at and age.isdecimal() and len(age) < 9 and value >= 0:
             found[int(age)] = float(value)
     return dict(sorted(found.items()))
 
@@ -134,23 +140,25 @@ def _time(state: RunState) -> RenderableType:
         waits = sum(causes.get(cause, 0.0) for cause in _WAITS)
         bar = Text("█" * round(20 * (1 - waits)), "green") + Text("░" * round(20 * waits), "red")
         main = sorted(causes.items(), key=lambda item: -item[1])[:3]
-        bar.append(f" waits {waits:.0%}; " + ", ".join(f"{c} {s:.0%}" for c, s in main))
-        table.add_row(kind, bar)
+        spent = ", ".join(f"{cause} {share:.0%}" for cause, share in main)
+        bar.append(plain(f" waits {waits:.0%}; {spent}", _WIDEST))
+        _add(table, kind, bar)
     found = diagnose(shares, state.split)
-    return Panel(Group(table, Text(found.text, "bold")), title="who waits", title_align="left")
+    return Panel(
+        Group(table, Text(plain(found.text, _WIDEST), "bold")),
+        title="who waits",
+        title_align="left",
+    )
 
 
 def _ledger(state: RunState) -> RenderableType:
     table = _grid()
-    admitted = number(state.last.get("ledger/admitted"))
-    if admitted is not None:
-        table.add_row("admitted", f"{admitted:.0f}")
     for name in _LEDGER:
-        if (value := number(state.last.get(f"ledger/{name}"))) is not None:
-            table.add_row(name, f"{value:.0f}")
-    for drop in state.drops[-2:]:
+        if (value := state.last.get(f"ledger/{name}")) is not None:
+            _add(table, name, f"{value:.0f}")
+    for drop in state.drops:
         why = f"group {drop.get('group_id')} at version {drop.get('version')}: {drop.get('reason')}"
-        table.add_row("dropped", plain(why, 60))
+        _add(table, "dropped", plain(why, 60))
     return Panel(table, title="groups", title_align="left")
 
 
@@ -159,7 +167,7 @@ def _alerts(state: RunState) -> RenderableType | None:
     if not on and not state.alerts:
         return None
     lines = [Text(f"step {step}: {plain(text, 400)}", "yellow") for step, text in state.alerts]
-    title = "alerts" + (f"; on: {', '.join(map(str, on))}" if on else "")
+    title = "alerts" + (f"; on: {', '.join(on)}" if on else "")
     return Panel(Group(*lines), title=Text(plain(title, 200)), title_align="left")
 
 
@@ -171,12 +179,12 @@ def _rollouts(state: RunState) -> RenderableType | None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("prompt → completion", ratio=1, no_wrap=True)
     for row in state.rollouts:
-        score, spans, step = number(row.get("score")), row.get("version_spans"), row.get("step")
-        age = step - spans[0][0] if spans and isinstance(step, int) else "-"
-        text = f"{plain(str(row.get('prompt', ''))[-40:], 40)} → {plain(str(row.get('text', '')), 160)}"
-        table.add_row(
-            str(step), str(row.get("group_id")), "-" if score is None else f"{score:.3g}", str(age),
-            Text(text, overflow="ellipsis"),
+        score, spans, step = row.get("score"), row.get("version_spans"), row.get("step")
+        age = step - spans[0][0] if spans and step is not None else "-"
+        text = f"{plain(row.get('prompt', '')[-40:], 40)} → {plain(row.get('text', ''), 160)}"
+        _add(
+            table, str(row.get("step", "-")), str(row.get("group_id", "-")),
+            "-" if score is None else f"{score:.3g}", str(age), Text(text, overflow="ellipsis"),
         )  # fmt: skip
     return Panel(table, title="last rollouts", title_align="left")
 
@@ -186,6 +194,12 @@ def _grid() -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     return table
+
+
+def _add(table: Table, *cells: str | Text) -> None:
+    """A row; strings as they are, since rich would read a string of a table as markup."""
+    shown = (cell if isinstance(cell, Text) else Text(plain(cell, _WIDEST)) for cell in cells)
+    table.add_row(*shown)
 
 
 def _two(left: RenderableType, right: RenderableType) -> Table:

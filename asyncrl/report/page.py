@@ -2,7 +2,8 @@
 
 Data are other people's text: prompts, and whatever a model sampled. Three nets keep it text:
 
-1. in the file, <, >, & and line separators of the JSON are escapes, so that no string ends its element;
+1. in the file, <, >, &, line separators and control characters of the JSON are escapes, so that no
+   string ends its element;
 2. the script puts text into the page as text nodes only (tests look for other ways);
 3. a content security policy allows this one script by its digest, and no connection to anywhere.
 """
@@ -17,11 +18,13 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.report.data import BUDGET_BYTES, collect
+from asyncrl.telemetry.terminal import plain
 
 _SCRIPTS = ("base.js", "charts.js", "time.js", "rollouts.js", "page.js")
 _ESCAPES = {
     ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026",
     0x2028: "\\u2028", 0x2029: "\\u2029",
+    **{code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)},
 }  # fmt: skip
 
 
@@ -48,7 +51,7 @@ def render(data: dict[str, Any]) -> bytes:
     script = "\n".join((assets / name).read_text("utf-8") for name in _SCRIPTS)
     style = (assets / "page.css").read_text("utf-8")
     parts = {
-        "title": html.escape(f"{data['run']['name']} - asyncrl"),
+        "title": html.escape(f"{plain(data['run']['name'], 200)} - asyncrl"),
         "policy": html.escape(
             f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
             "base-uri 'none'; form-action 'none'"
@@ -67,7 +70,7 @@ def render(data: dict[str, Any]) -> bytes:
 
 
 def embedded(data: object) -> str:
-    """JSON that can stand in a script element: the same value, and no character that HTML reads."""
+    """JSON for a script element: the same value, no character that HTML or a terminal obeys."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_ESCAPES)
 

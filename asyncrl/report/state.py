@@ -1,16 +1,17 @@
 """What the live view knows of a run: grown from its files as they grow, none read twice."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from asyncrl.report.files import Record, number, read_config, read_split, read_tail, setting
+from asyncrl.report.files import read_config, read_split, read_tail, setting
+from asyncrl.report.shapes import DROP, EVAL, ROLLOUT, STEP, fit
 from asyncrl.report.verdict import Verdict, read_verdict
 from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.console import Follower
+from asyncrl.telemetry.jsonlines import Record, integer
 
 _NUM_ALERTS = 4
 _NUM_ROLLOUTS = 6
+_NUM_DROPS = 2
 
 
 class RunState:
@@ -44,8 +45,7 @@ class RunState:
     @property
     def num_steps(self) -> int | None:
         """Steps of the whole run, if its configuration says so."""
-        found = setting(self.config, "pipeline.num_steps")
-        return found if isinstance(found, int) else None
+        return integer(setting(self.config, "pipeline.num_steps"))
 
     def read(self) -> None:
         """Take what is new."""
@@ -54,39 +54,31 @@ class RunState:
         if self.split is None:
             self.split = read_split(self._run_dir)
         self.verdict = read_verdict(self._run_dir)
-        for record in _whole(self._steps):
-            self._take(record)
-        for record in _whole(self._evals):
-            score = number(record.get("mean_score"))
-            if isinstance(record.get("version"), int) and score is not None:
-                self.evals[record["version"]] = score
-        tail = read_tail(self._run_dir / "rollouts.jsonl")
-        groups = {(row.get("step"), row.get("group_id")): row for row in tail}
+        for record in self._steps.new():
+            self._take(fit(record, STEP))
+        for record in self._evals.new():
+            found = fit(record, EVAL)
+            if "version" in found and found.get("mean_score") is not None:
+                self.evals[found["version"]] = found["mean_score"]
+        group_size = integer(setting(self.config, "pipeline.group_size")) or 1
+        tail = read_tail(self._run_dir / "rollouts.jsonl", _NUM_ROLLOUTS * group_size)
+        rows = (fit(row, ROLLOUT) for row in tail)
+        groups = {(row.get("step"), row.get("group_id")): row for row in rows}
         self.rollouts = list(groups.values())[-_NUM_ROLLOUTS:]  # one of each group
-        self.drops = read_tail(self._run_dir / "drops.jsonl")[-_NUM_ROLLOUTS:]
+        tail = read_tail(self._run_dir / "drops.jsonl", _NUM_DROPS)
+        self.drops = [fit(drop, DROP) for drop in tail[-_NUM_DROPS:]]
 
     def _take(self, record: Record) -> None:
-        step = record.get("step")
-        if not isinstance(step, int):
+        if "step" not in record:
             return
+        step: int = record["step"]
         for values in (self.rewards, self.seconds):
             for later in [known for known in reversed(values) if known >= step]:
                 del values[later]  # a resumed run makes them again
         for values, name in ((self.rewards, "reward/mean"), (self.seconds, "time/step_s")):
-            value = number(record.get(name))
-            if value is not None:
-                values[step] = value
-        texts = [(step, str(text)) for text in record.get("new_alerts", ())]
+            if name in record:
+                values[step] = record[name]
+        texts = [(step, text) for text in record.get("new_alerts", ())]
         self.alerts = [(at, text) for at, text in self.alerts if at < step] + texts
         self.alerts = self.alerts[-_NUM_ALERTS:]
         self.last = record
-
-
-def _whole(follower: Follower) -> Iterator[dict[str, Any]]:
-    """New records; a line that a full disk cut is passed over."""
-    while True:
-        try:
-            yield from follower.new()
-        except ValueError:
-            continue
-        return

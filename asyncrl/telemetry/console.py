@@ -1,6 +1,5 @@
 """The live view: one line a step and one an evaluation, read from the run folder's records."""
 
-import json
 import os
 import statistics
 from collections.abc import Iterator, Mapping
@@ -10,6 +9,7 @@ from typing import Any
 from asyncrl.config import PipelineConfig
 from asyncrl.telemetry.attribution import record_shares, run_times
 from asyncrl.telemetry.bottleneck import Split, diagnose
+from asyncrl.telemetry.jsonlines import parse
 
 _PHASES = ("wait_batch", "forward", "backward", "optimizer", "snapshot", "checkpoint")
 
@@ -28,10 +28,12 @@ class Follower:
         self._yielded: set[int] = set()  # hashes of lines
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Records whose line is complete; a file that does not exist yet has none."""
-        if not self._path.exists():
+        """Objects whose line is complete; other lines, and a file that cannot be read, have none."""
+        try:
+            file = self._path.open("rb")
+        except OSError:
             return
-        with self._path.open("rb") as file:
+        with file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:
                 self._inode, self._offset = inode, 0
@@ -40,9 +42,9 @@ class Follower:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                if hash(line) not in self._yielded:
+                if hash(line) not in self._yielded and (record := parse(line)) is not None:
                     self._yielded.add(hash(line))
-                    yield json.loads(line)
+                    yield record
 
 
 def step_line(

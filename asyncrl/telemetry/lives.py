@@ -2,14 +2,16 @@
 
 All times are seconds of one clock: CLOCK_MONOTONIC of the boot in which the earliest file was begun;
 lives of another boot, or of another host, are moved onto it by their wall clocks. A life that was killed
-ends with the last that it wrote, and lines that a kill or a full disk cut off are passed over.
+ends with the last that it wrote; lines that a kill or a full disk cut off, and events that are not of
+the form of trace.py, are passed over.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from asyncrl.telemetry.jsonlines import Record, number, read_lines, tree
 
 
 class Span(NamedTuple):
@@ -70,35 +72,43 @@ def read_lives(run_dir: Path) -> list[Life]:
 
 def _read(path: Path) -> Iterator[Life]:
     life: Life | None = None
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if event["name"] == "start":
+    for event in read_lines(path):
+        name, at, length = event.get("name"), number(event.get("ts")), number(event.get("dur", 0))
+        if not isinstance(name, str) or at is None or length is None or length < 0:
+            continue
+        start_s, end_s = at / 1e6, (at + length) / 1e6
+        if name == "start":
+            if (begun := _begun(event, start_s)) is not None:
                 if life is not None:
                     yield _finished(life)
-                facts = event["args"]
-                at_s = event["ts"] / 1e6
-                life = Life(
-                    process=event["pid"], kind=facts["kind"], boot=facts["boot"],
-                    ahead_s=facts["ahead_s"], start_s=at_s, end_s=at_s,
-                )  # fmt: skip
-            elif life is not None:
-                _take(life, event)
+                life = begun
+        elif life is not None:
+            life.end_s = max(life.end_s, end_s)
+            if event.get("ph") == "X":
+                life.spans.append(Span(name, start_s, end_s))
+            elif name != "end":
+                life.marks.append(_mark(event))
     if life is not None:
         yield _finished(life)
 
 
-def _take(life: Life, event: dict[str, Any]) -> None:
-    start_s = event["ts"] / 1e6
-    end_s = (event["ts"] + event.get("dur", 0)) / 1e6
-    life.end_s = max(life.end_s, end_s)
-    if event["ph"] == "X":
-        life.spans.append(Span(event["name"], start_s, end_s))
-    elif event["name"] != "end":
-        life.marks.append(event)
+def _begun(event: Record, at_s: float) -> Life | None:
+    facts, process = event.get("args"), event.get("pid")
+    if not isinstance(facts, dict) or not isinstance(process, str):
+        return None
+    kind, boot, ahead_s = facts.get("kind"), facts.get("boot"), number(facts.get("ahead_s"))
+    if not isinstance(kind, str) or not isinstance(boot, str) or ahead_s is None:
+        return None
+    return Life(
+        process=process, kind=kind, boot=boot, ahead_s=ahead_s, start_s=at_s, end_s=at_s
+    )  # fmt: skip
+
+
+def _mark(event: Record) -> Record:
+    mark: Record = tree(event)
+    if not isinstance(mark.get("args", {}), dict):
+        del mark["args"]
+    return mark
 
 
 def _finished(life: Life) -> Life:

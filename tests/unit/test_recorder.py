@@ -228,7 +228,7 @@ def test_groups_that_teach_and_groups_whose_scores_differ_are_counted_apart(
     seconds=st.floats(1e-9, 1e4),
     num_generators=st.integers(1, 8),
 )
-def test_generators_are_busy_for_a_share_of_the_time_and_counters_not_yet_sent_are_0(
+def test_generators_are_busy_for_a_share_of_the_time_and_events_not_yet_sent_are_0(
     before, spent, seconds, num_generators
 ):
     # F089: busy time arrives in portions, late, so that one window may get more than it lasted.
@@ -241,6 +241,23 @@ def test_generators_are_busy_for_a_share_of_the_time_and_counters_not_yet_sent_a
     assert 0.0 <= values["generator/busy_frac"] <= 1.0
     nothing = records.generator_values({}, {}, seconds=seconds, num_generators=num_generators)
     assert set(nothing.values()) == {0.0}
+    assert not {"generator/busy_frac", "rate/sampled_tokens_per_s"} & set(nothing)
+
+
+def test_a_rate_is_left_out_until_a_report_has_brought_its_count():
+    # A first report may be of the start alone; before any completion has ended it brings no tokens.
+    values = records.generator_values({"generator/start": 2.0}, {}, seconds=1.0, num_generators=1)
+    assert "generator/busy_frac" not in values
+    began = {"generator/start": 2.0, "generator/decode": 0.5}
+    values = records.generator_values(began, {}, seconds=1.0, num_generators=1)
+    assert values["generator/busy_frac"] == 0.5
+    assert "rate/sampled_tokens_per_s" not in values
+    # 30 tokens in 2 s; then 2 s in which none ended, which is a rate of 0 and is known.
+    first = began | {"sampled_tokens": 30.0}
+    values = records.generator_values(first, began, seconds=2.0, num_generators=1)
+    assert values["rate/sampled_tokens_per_s"] == 15.0
+    values = records.generator_values(first, first, seconds=2.0, num_generators=1)
+    assert values["rate/sampled_tokens_per_s"] == 0.0
 
 
 @pytest.mark.parametrize("in_flight", [2, 3, 4])

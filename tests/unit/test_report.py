@@ -5,12 +5,14 @@ import json
 import os
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError
 from asyncrl.report.data import collect, columns
 from asyncrl.report.page import write_report
-from asyncrl.report.rollouts import GROUP, ROW
+from asyncrl.report.rollouts import GROUP, ROW, evenly
 from asyncrl.report.verdict import read_verdict
 from asyncrl.run_folder import begin_attempt, run_folder
 from asyncrl.wire.codec import encode_group
@@ -131,13 +133,79 @@ def test_of_too_many_rollouts_whole_groups_are_left_out_evenly(tmp_path):
     assert set(gaps) <= {10, 11}
 
 
+def drop_record(group_id, *, version=0, length=2, **values):
+    """A group of two completions that was dropped with its payload, as broker/drops.py writes it."""
+    dropped = group(
+        [1, 2],
+        [rollout([5] * length, score=1.0), rollout([7] * length, score=1.0)],
+        group_id=group_id,
+    )
+    frames = [base64.b64encode(frame).decode() for frame in encode_group(dropped)]
+    return {
+        "group_id": group_id, "ordinal": group_id, "attempt": 0, "version": version,
+        "reason": "zero_signal", "again": False, "generator": "generator-0", "scores": [1.0, 1.0],
+        "payload": frames,
+    } | values  # fmt: skip
+
+
+def test_the_budget_is_shared_by_trained_and_dropped_groups(tmp_path):
+    run_dir = make_run(tmp_path / "run", steps=40, groups=1, size=4)
+    drops = [drop_record(100 + i, version=i // 3, length=40) for i in range(120)]
+    write_lines(run_dir / "drops.jsonl", drops)
+    total = sum((run_dir / f"{name}.jsonl").stat().st_size for name in ("rollouts", "drops"))
+    everything = collect(run_dir, budget_bytes=total)["rollouts"]
+    assert (len(everything["groups"]), everything["left_out"]) == (160, {})
+    assert everything["num_found"] == 40 * 4 + 120 * 2
+
+    data = collect(run_dir, budget_bytes=total // 8)
+    trained = {row["id"] for row in shown(data) if row["fate"] == "trained"}
+    dropped = {row["id"] for row in shown(data)} - trained
+    # An eighth of the 40 and of the 120, and 2 fewer at most for what single groups take more.
+    assert 3 <= len(trained) <= 5
+    assert 13 <= len(dropped) <= 15
+    assert len(shown(data)) == 4 * len(trained) + 2 * len(dropped)  # whole groups
+    assert data["rollouts"]["left_out"] == {
+        "rollouts.jsonl": 4 * (40 - len(trained)), "drops.jsonl": 2 * (120 - len(dropped)),
+    }  # fmt: skip
+    assert data["rollouts"]["num_found"] == everything["num_found"]
+    assert len(data["drops"]) == 120  # why each was dropped is on the page in any case
+
+
+def test_a_budget_of_nothing_shows_no_rollout(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "run")
+    write_lines(run_dir / "drops.jsonl", [drop_record(40)])
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(run_dir), "--max-mb", "0"])
+    assert end.value.code == 0
+    assert "4 steps, 0 of 18 rollouts" in capsys.readouterr().out  # 4 x 2 x 2 and a group of two
+
+
+@given(st.lists(st.integers(1, 10**6), max_size=50), st.integers(0, 10**7))
+def test_what_is_shown_fits_the_budget_and_everything_is_if_it_fits(sizes, budget):
+    chosen = evenly(sizes, budget)
+    assert sum(size for size, is_shown in zip(sizes, chosen, strict=True) if is_shown) <= budget
+    assert all(chosen) or sum(sizes) > budget
+
+
+def test_groups_larger_than_the_others_do_not_break_the_budget():
+    # Every 8th group is 50 times as large, and so is every one that an even choice of 1/8 would take.
+    sizes = [1, 1, 1, 1, 1, 1, 1, 50] * 20
+    budget = sum(sizes) // 8
+    chosen = [size for size, is_shown in zip(sizes, evenly(sizes, budget), strict=True) if is_shown]
+    assert 0 < sum(chosen) <= budget
+
+
+def test_a_line_that_is_no_rollout_does_not_split_a_group(run_dir):
+    records = [rollout_record(0, 0, 0), {}, {"step": 0}, rollout_record(0, 0, 1)]
+    write_lines(run_dir / "rollouts.jsonl", records)
+    data = collect(run_dir)
+    assert [(row["group"], row["index"]) for row in shown(data)] == [(0, 0), (0, 1)]
+
+
 def test_a_dropped_group_is_shown_with_its_text_and_reason(run_dir):
     dropped = group([1, 2], [rollout([5, 6], score=1.0), rollout([7], score=1.0)], group_id=40)
     frames = [base64.b64encode(frame).decode() for frame in encode_group(dropped)]
-    kept = {
-        "group_id": 40, "ordinal": 40, "attempt": 0, "version": 2, "reason": "zero_signal",
-        "again": False, "generator": "generator-0", "scores": [1.0, 1.0], "payload": frames,
-    }  # fmt: skip
+    kept = drop_record(40, version=2, payload=frames)
     spoilt = kept | {"group_id": 41, "payload": ["????"]}
     foreign = kept | {"group_id": 42, "payload": [base64.b64encode(b"{}").decode()] * 4}
     write_lines(run_dir / "drops.jsonl", [kept, spoilt, foreign])

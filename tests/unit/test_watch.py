@@ -11,6 +11,7 @@ from rich.console import Console
 
 from asyncrl.cli import main
 from asyncrl.config import RunConfig
+from asyncrl.report.files import read_tail
 from asyncrl.report.frame import frame, sparkline
 from asyncrl.report.state import RunState
 from asyncrl.report.watch import watch
@@ -51,6 +52,48 @@ def test_a_frame_says_how_far_how_good_how_old_and_who_waits(tmp_path):
         "step 4: mismatch: too far [red]now[/red]", "prompt 7 → completion 1",
     ):  # fmt: skip
         assert part in text, (part, text)
+
+
+def test_drops_with_a_payload_of_a_megabyte_are_shown(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    # In base64 a payload of 2^20 bytes, the largest that is kept, has 4 characters for every 3 bytes.
+    drops = [
+        {"group_id": i, "version": 3, "reason": "zero_signal", "payload": ["A" * (2**22 // 3)]}
+        for i in range(70, 76)
+    ]
+    write_lines(run_dir / "drops.jsonl", drops)
+    text = drawn(run_dir)
+    assert "group 74 at version 3: zero_signal" in text
+    assert "group 75 at version 3: zero_signal" in text
+
+
+def test_the_last_groups_are_shown_also_if_their_lines_are_long(tmp_path):
+    run_dir = make_run(tmp_path / "run", steps=4, groups=2, size=2)
+    path = run_dir / "rollouts.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    # 16 lines of more than 64 KiB: what is read at first does not hold one.
+    write_lines(path, [record | {"text": "x" * 70_000} for record in records])
+    assert [row["group_id"] for row in RunState(run_dir).rollouts] == [2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("length", [0, 10_000, 70_000, 300_000])
+@pytest.mark.parametrize("end", ["", '{"n": 99, "cut', "null\n"])
+def test_the_tail_of_a_file_has_its_last_whole_lines(tmp_path, length, end):
+    path = tmp_path / "x.jsonl"
+    records = [{"n": n, "text": "x" * length} for n in range(20)]
+    write_lines(path, records)
+    with path.open("a") as file:
+        file.write(end)
+    found = read_tail(path, 6)
+    assert len(found) >= 6
+    assert found == records[-len(found) :]
+
+
+def test_the_tail_of_a_file_of_one_endless_line_is_empty(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('"' + "x" * 2**23)
+    assert read_tail(path, 1) == []
+    assert read_tail(tmp_path / "missing", 1) == []
 
 
 def test_a_run_without_a_step_has_a_frame(tmp_path):

@@ -2,6 +2,7 @@
 // Elements, numbers and colours for the other parts. Text reaches the page as text nodes only.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
+for (const names of Object.values(DATA.glossary)) Object.setPrototypeOf(names, null); // a name may be "constructor"
 const SVG = "http://www.w3.org/2000/svg";
 
 function fill(node, attributes, children) {

@@ -8,7 +8,10 @@ function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const unit = [1, 2, 5, 10].find((u) => u * power >= rough) * power;
   const found = [];
-  for (let v = Math.ceil(low / unit) * unit; v <= high + unit * 1e-9; v += unit) found.push(Math.abs(v) < unit * 1e-9 ? 0 : +v.toPrecision(12));
+  // By number, not by adding: of two values that are a last digit apart the unit adds nothing.
+  for (let i = Math.ceil(low / unit), n = 0; i * unit <= high + unit * 1e-9 && n <= 2 * count; i++, n++) {
+    found.push(Math.abs(i * unit) < unit * 1e-9 ? 0 : +(i * unit).toPrecision(12));
+  }
   return found;
 }
 

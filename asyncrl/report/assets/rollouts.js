@@ -3,6 +3,8 @@
 const GROUPS = DATA.rollouts.groups;
 const G = Object.fromEntries(DATA.rollouts.names.group.map((name, i) => [name, i]));
 const R = Object.fromEntries(DATA.rollouts.names.row.map((name, i) => [name, i]));
+// What the page had no room for: "1234 in rollouts.jsonl, 16 in drops.jsonl", or "".
+const LEFT_OUT = Object.entries(DATA.rollouts.left_out).filter(([, n]) => n > 0).map(([name, n]) => `${n} in ${name}`).join(", ");
 const PAGE = 20, MANY_TOKENS = 600;
 
 const ROWS = DATA.rollouts.rows.map((row) => {
@@ -60,9 +62,7 @@ function rolloutSection() {
     const found = ordered(matches());
     const pages = Math.max(1, Math.ceil(found.length / PAGE));
     Browser.page = Math.min(Browser.page, pages - 1);
-    const { num_found } = DATA.rollouts;
-    count.replaceChildren(`${found.length} of ${ROWS.length} rollouts` +
-      (num_found > ROWS.length ? `; ${num_found - ROWS.length} more are in rollouts.jsonl (--max-mb)` : ""));
+    count.replaceChildren(`${found.length} of ${ROWS.length} rollouts` + (LEFT_OUT ? `; left out (--max-mb): ${LEFT_OUT}` : ""));
     const turn = (by) => () => { Browser.page += by; refresh(true); };
     pager.replaceChildren(el("button", { onclick: turn(-1), disabled: Browser.page === 0 }, "\u2039"),
       ` page ${Browser.page + 1} of ${pages} `, el("button", { onclick: turn(1), disabled: Browser.page >= pages - 1 }, "\u203a"));
@@ -110,7 +110,7 @@ function rolloutSection() {
   if (start) open(start);
   const node = section("rollouts", "Rollouts", "every completion with the policy versions that sampled it; choose one to see its group",
     ROWS.length ? [card(null, null, tools, table, el("div", { class: "tools" }, pager, count)), detail]
-      : el("p", { class: "soft" }, "No rollouts are on record (rollouts.jsonl is empty or missing)."));
+      : el("p", { class: "soft" }, LEFT_OUT ? `All rollouts are left out (--max-mb): ${LEFT_OUT}.` : "No rollouts are on record (rollouts.jsonl is empty or missing)."));
   return [node, showOnly];
 }
 
