@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from asyncrl.config import read_config
+from asyncrl.config import RunConfig, read_config
 from asyncrl.errors import ConfigError
+from asyncrl.generator.choice import settled
 from asyncrl.run_folder import is_in_use
 from asyncrl.sweep.plan import PlannedRun
 from asyncrl.sweep.row import Row, read_row
@@ -51,7 +52,7 @@ def state_of(run: PlannedRun) -> State:
     if row is not None or not (run.run_dir / "run.json").exists():
         return "new"
     try:
-        _check_same(run, read_config(run.run_dir / "config.toml").digest)
+        _check_same(run, _asked_digest(run, read_config(run.run_dir / "config.toml")))
     except ConfigError:
         if _newest_checkpoint(run.run_dir) == 0:
             return "new"  # nothing in it that would be lost
@@ -74,6 +75,15 @@ def row_of(run: PlannedRun) -> Row | None:
     if row["outcome"] == "done":
         _check_same(run, row["digest"])
     return None
+
+
+def _asked_digest(run: PlannedRun, found: RunConfig) -> str:
+    """Of the settings that were asked for: `asyncrl run` writes what it measured in place of "auto"."""
+    probe = run.run_dir / "probe.json"
+    if run.config.must_probe and probe.exists():
+        measured = settled(run.config, json.loads(probe.read_text()))
+        return run.config.digest if found.digest == measured.digest else found.digest
+    return found.digest
 
 
 def _check_same(run: PlannedRun, digest: str) -> None:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config import to_toml
 from asyncrl.errors import ConfigError
+from asyncrl.generator.choice import settled
 from asyncrl.sweep.figure import curve_label, draw_all
 from asyncrl.sweep.host import CONSOLE, cause_of, prune, state_of
 from asyncrl.sweep.page import make_page
@@ -117,6 +119,21 @@ def test_the_state_of_a_folder_decides_what_is_repeated(tmp_path: Path) -> None:
     with (run.run_dir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert state_of(run) == "busy"
+
+
+def test_a_half_run_that_measured_its_engines_is_the_one_that_asked_to_measure(
+    tmp_path: Path,
+) -> None:
+    auto = ('set.engine.kind="vllm"', 'set.engine.engines_per_gpu="auto"')
+    _, (run, *_) = plan(tmp_path, *auto)
+    _, (other, *_) = plan(tmp_path, *auto, "set.optimizer.learning_rate=0.5")
+    record(run)
+    (run.run_dir / "checkpoints/version-000002").mkdir(parents=True)
+    (run.run_dir / "probe.json").write_text(json.dumps({"engines": 4}))
+    (run.run_dir / "config.toml").write_text(to_toml(settled(run.config, {"engines": 4})))
+    assert state_of(run) == "resume"
+    with pytest.raises(ConfigError, match="holds a run with settings of digest"):
+        state_of(other)
 
 
 def test_a_finished_or_half_run_of_other_settings_is_never_taken_nor_deleted(
