@@ -25,6 +25,7 @@ import argparse
 import json
 import multiprocessing
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ Row = dict[str, Any]
 def main() -> None:
     """Start the learner and the engine, measure, write."""
     options = parse()
+    sys.setswitchinterval(options.switch_ms / 1e3)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "models" / options.shape
     make_model(path, options.shape)
@@ -90,6 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learner-device", default="cuda:0")
     parser.add_argument("--gpu-memory", type=float, default=0.5)
     parser.add_argument("--graphs", type=int, default=0, help="max_cudagraph_capture_size")
+    parser.add_argument("--switch-ms", type=float, default=5.0, help="sys.setswitchinterval")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 

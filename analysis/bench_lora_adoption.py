@@ -90,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--graphs", type=int, default=0, help="max_cudagraph_capture_size")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--limit-s", type=float, default=170.0, help="of one case")
+    parser.add_argument("--switch-ms", type=float, default=5.0, help="sys.setswitchinterval")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--case", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -138,6 +139,7 @@ def learn(pipe: Connection, path: str, device: str, rank: int) -> None:
 
 def run_case(options: argparse.Namespace) -> None:
     """One case, in this process; what is known is written as it comes."""
+    sys.setswitchinterval(options.switch_ms / 1e3)
     path = str(options.out / "models" / options.shape)
     found: Row = {}
 
