@@ -10,7 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from asyncrl.telemetry.attribution import KINDS, Interval, exclusive, kind_shares, training_window
+from asyncrl.telemetry.attribution import (
+    KINDS,
+    Interval,
+    exclusive,
+    kind_shares,
+    merge,
+    training_window,
+)
 from asyncrl.telemetry.bottleneck import Split, diagnose
 from asyncrl.telemetry.lives import Life
 
@@ -138,13 +145,31 @@ def _bins(lives: Sequence[Life], window: Interval) -> list[Causes]:
     return [{cause: round(s / width_s, 4) for cause, s in part.items()} for part in parts]
 
 
+def _meanwhile(lives: Sequence[Life], window: Interval) -> Causes:
+    """Shares of the generators' time while the learner had no batch, start-up left out; {} if it had."""
+    waits = merge(
+        (max(piece.start_s, window[0]), min(piece.end_s, window[1]))
+        for life in lives
+        if life.kind == "learner"
+        for piece in exclusive(life)
+        if piece.cause == "wait_batch" and window[0] < piece.end_s and piece.start_s < window[1]
+    )
+    spent: Causes = defaultdict(float)
+    for causes in spread([life for life in lives if life.kind == "generator"], waits):
+        for cause, seconds in causes.items():
+            if cause != "start":
+                spent[cause] += seconds
+    total = sum(spent.values())
+    return {cause: seconds / total for cause, seconds in spent.items()} if total > 0 else {}
+
+
 def _whole(lives: Sequence[Life], window: Interval, split: Split | None) -> dict[str, Any]:
     """Shares of the training as a whole, and the sentence about them.
 
     The window of a resumed run holds the start-up of its later attempts, which `diagnose` takes out; so
     do the shares, unless start-up is what the sentence names.
     """
-    found = diagnose(kind_shares(lives, window), split)
+    found = diagnose(kind_shares(lives, window), split, meanwhile=_meanwhile(lives, window))
     spent = {kind: spread([li for li in lives if li.kind == kind], [window])[0] for kind in KINDS}
     if found.limit != "start":
         for causes in spent.values():

@@ -13,7 +13,8 @@ run at most
 
 (left factors of the learner's time, right ones of the generators'; start-up is taken out of both), and
 the largest is named. "turns" is no process, so it wins only when the two sides pass more time in it than
-one of them alone explains.
+one of them alone explains. With a trace the minima over wait_batch are known better: wait_batch times the
+share that a cause has in the generators' time while the learner waits.
 
 Start-up is left in, and is a candidate by itself, when the learner has none in its time: it trains, and
 waits for engines that come late or were started again. If that does not cost most, it is taken out.
@@ -25,7 +26,7 @@ that are busy, W = GPUs of a side * share of time in which it does not wait. If 
 evenly among its GPUs, both sides are always busy when the learner has N * W_l / (W_l + W_g) of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +45,17 @@ EVEN_LEAST = 0.25
 
 IDLE = 1.25
 """Sides whose waits add up to more than this do not only take turns: both wait at once."""
+
+
+_WAITED_FOR: dict[Limit, tuple[str, ...]] = {
+    "generation": ("decode", "prefill"),
+    "scoring": ("wait_score",),
+    "weights": ("wait_weights", "adopt", "canary"),
+    "evaluation": ("eval",),
+    "overhead": ("other",),
+    "turns": ("wait_credit",),
+}
+"""What generators do while the learner waits, by what is then said to limit the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +78,20 @@ class Split:
     generators: int
 
 
-def diagnose(shares: Mapping[str, Mapping[str, float]], split: Split | None = None) -> Diagnosis:
+def diagnose(
+    shares: Mapping[str, Mapping[str, float]],
+    split: Split | None = None,
+    *,
+    meanwhile: Mapping[str, float] | None = None,
+) -> Diagnosis:
     """Name what limits a run.
 
     Args:
         shares: kind -> cause -> share of that kind's time (attribution.kind_shares and others);
             without learner or generators there is nothing to compare, and the limit is "none".
         split: of the run's GPUs, if there is one.
+        meanwhile: cause -> share of the generators' time in the seconds in which the learner had no
+            batch, from a trace: what it waited for, where `shares` alone only bound it.
     """
     if (late := _late(shares.get("learner", {}), shares.get("generator", {}))) is not None:
         return late
@@ -80,6 +99,8 @@ def diagnose(shares: Mapping[str, Mapping[str, float]], split: Split | None = No
     if not learner or not generator:
         return Diagnosis("none", 0.0, "only one side has run so far")
     costs = _costs(learner, generator)
+    if meanwhile:
+        costs |= {name: learner.get("wait_batch", 0.0) * part for name, part in _parts(meanwhile)}
     turns = costs.pop("turns")
     limit: Limit = max(costs, key=lambda name: costs[name])
     cost = costs[limit]
@@ -115,19 +136,17 @@ def _costs(learner: Mapping[str, float], generator: Mapping[str, float]) -> dict
     waits, credit = learner.get("wait_batch", 0.0), generator.get("wait_credit", 0.0)
     saves = learner.get("checkpoint", 0.0)
 
-    def of(*causes: str) -> float:
-        return sum(generator.get(cause, 0.0) for cause in causes)
-
     return {
         "learner": min(credit, 1.0 - waits - saves),
         "checkpoint": min(credit, saves),
-        "generation": min(waits, of("decode", "prefill")),
-        "scoring": min(waits, of("wait_score")),
-        "weights": min(waits, of("wait_weights", "adopt", "canary")),
-        "evaluation": min(waits, of("eval")),
-        "overhead": min(waits, of("other")),
-        "turns": min(waits, credit),
+        **{name: min(waits, part) for name, part in _parts(generator)},
     }
+
+
+def _parts(generator: Mapping[str, float]) -> Iterator[tuple[Limit, float]]:
+    """What a learner without a batch may wait for, and its share of the generators' time."""
+    for name, causes in _WAITED_FOR.items():
+        yield name, sum(generator.get(cause, 0.0) for cause in causes)
 
 
 _Causes = Mapping[str, float]

@@ -138,3 +138,18 @@ def test_a_division_that_could_not_be_better_is_not_spoken_of():
     # Nor if GPUs are not what lacks.
     shares["generator"] = of({"wait_score": 70, "decode": 30})
     assert diagnose(shares, Split(1, 3)).text == diagnose(shares).text
+
+
+def test_what_the_learner_waited_for_is_what_generators_did_meanwhile():
+    # No batch for 40 % of the time, mostly while an evaluation runs; else generators decode ahead.
+    learner = of({"wait_batch": 40, "forward": 60})
+    generator = of({"decode": 70, "eval": 30})
+    shares = {"learner": learner, "generator": generator}
+    assert diagnose(shares).limit == "generation"
+    found = diagnose(shares, meanwhile={"eval": 0.75, "decode": 0.25})
+    assert (found.limit, found.cost) == ("evaluation", pytest.approx(0.3))  # 0.4 * 0.75
+    found = diagnose(shares, meanwhile={"eval": 0.4, "decode": 0.5, "prefill": 0.1})
+    assert (found.limit, found.cost) == ("generation", pytest.approx(0.24))
+    # A learner that never waits is not accused of it.
+    shares["learner"] = of({"forward": 100})
+    assert diagnose(shares, meanwhile={"eval": 1.0}).limit == "none"

@@ -233,3 +233,15 @@ def test_usual_is_the_median_of_up_to_ten_steps_on_each_side(seconds):
 def test_steps_without_any_time_on_record_are_no_reason_to_fail():
     found = explain([{}, usual_step(), {}])
     assert [e.slow for e in found] == [False, False, False]
+
+
+def test_the_whole_run_is_limited_by_what_generators_did_while_the_learner_waited():
+    # Of 100 s the learner waits for 40: 30 of them in an evaluation; the generator decodes for 70.
+    learner = life(
+        [("wait_batch", 0, 1), ("forward", 1, 61), ("wait_batch", 61, 101)], end=101.0,
+        versions=[(1, 101.0)],
+    )  # fmt: skip
+    generator = life([("decode", 1, 71), ("eval", 71, 101)], kind="generator", end=101.0)
+    found = strips([learner, generator], None)
+    assert found["limit"] == "evaluation"
+    assert found["sentence"].startswith("learner waits for batches 40%, generators evaluate 30%")
