@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrl.config import to_toml
 from asyncrl.errors import ConfigError
 from asyncrl.generator.choice import settled
-from asyncrl.sweep.figure import curve_label, draw_all
+from asyncrl.sweep.figure import curve_label, draw_all, staleness
 from asyncrl.sweep.host import CONSOLE, cause_of, prune, state_of
 from asyncrl.sweep.page import make_page
 from asyncrl.sweep.result import make_cells, make_result
@@ -290,6 +290,19 @@ def test_the_page_holds_every_figure(tmp_path: Path) -> None:
     assert list(figures) == ["endpoints", "samples", "seconds", "staleness", "mismatch"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures.values())
     assert make_page(result, figures).count('src="data:image/png;base64,') == 5
+
+
+def test_a_mean_staleness_is_read_off_a_linear_axis_with_ticks_around_it() -> None:
+    pytest.importorskip("matplotlib")
+    curve = [{"samples": 0, "seconds": 0.0, "score": 0.0}]
+    rows = [cell_row(k, curve) for k in (0, 4)]
+    rows[1]["staleness"]["mean"] = 1.89
+    axis = staleness({"v": make_cells(rows)}).axes[0]
+    assert axis.get_yscale() == "linear"
+    low, high = axis.get_ylim()
+    assert low == 0.0
+    # The bound's line ends at 4; as many marks as whole versions, at least, are in sight below it.
+    assert len([tick for tick in axis.get_yticks() if low <= tick <= min(high, 4.0)]) >= 5
 
 
 def test_without_matplotlib_the_figures_say_how_to_get_it(
