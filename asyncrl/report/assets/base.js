@@ -99,6 +99,10 @@ const mean = (values) => {
   const known = (values || []).filter(isNumber);
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
 };
+const median = (values) => {
+  const sorted = [...values].sort((a, b) => a - b), half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+};
 const largest = (values) => (values || []).reduce((a, b) => (isNumber(b) && (a === null || b > a) ? b : a), null);
 
 function section(id, title, note, ...children) {

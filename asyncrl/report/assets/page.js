@@ -10,7 +10,9 @@ function header() {
   const waits = (kind, cause) => (strips.shares && strips.shares[kind] ? strips.shares[kind][cause] || 0 : null);
   const tile = (value, label, title) => (value === null || value === "-" ? null : el("div", { class: "tile", "data-tip": title }, el("b", null, value), el("span", null, label)));
   const rewards = metric("reward/mean");
-  const times = metric("time/step_s");
+  const times = metric("time/step_s"), trained = metric("tokens/trained");
+  const known = Steps.list.map((_, i) => i).filter((i) => trained && times && isNumber(trained[i]) && times[i] > 0);
+  const over = (values) => known.reduce((total, i) => total + values[i], 0);
   return [
     el("div", null, el("h1", null, RUN.name), el("span", { class: "badge " + RUN.state }, RUN.state)),
     el("p", { class: "soft" }, RUN.verdict, ". ", el("span", { class: "mono" }, RUN.folder)),
@@ -21,7 +23,7 @@ function header() {
       evals.length ? tile(`${show(evals[0].mean_score)} \u2192 ${show(evals[evals.length - 1].mean_score)}`, `held-out score, version ${evals[0].version} and ${evals[evals.length - 1].version}`) : null,
       tile(`${show(largest(metric("staleness/max")))}${isNumber(RUN.max_staleness) ? " of " + RUN.max_staleness : ""}`, `staleness, largest; mean ${show(mean(metric("staleness/mean")))}`, "versions between sampling and training; the bound is k"),
       times && tile(seconds(times.reduce((a, b) => a + (b || 0), 0)), "training time"),
-      tile(show(mean(metric("rate/trained_tokens_per_s"))), "trained tokens a second, mean of steps"),
+      known.length ? tile(show(over(trained) / over(times)), "trained tokens a second, over all steps") : null,
       waits("learner", "wait_batch") !== null ? tile(percent(waits("learner", "wait_batch")), "learner waits for batches") : null,
       waits("generator", "wait_credit") !== null ? tile(percent(waits("generator", "wait_credit")), "generators wait for credit") : null,
       tile(String(DATA.notes.alerts.length), "alerts")),
