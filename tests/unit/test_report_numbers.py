@@ -77,3 +77,16 @@ def test_the_bar_of_the_usual_step_is_of_the_median_that_the_text_names(tmp_path
     # Half of a step is waiting, half the forward pass: 40 ms each in the median, 10 s each in step 0.
     assert len([tip for tip in tips if tip.endswith("50 %, 40 ms")]) == 2
     assert len([tip for tip in tips if tip.endswith("50 %, 10.0 s")]) == 2
+
+
+def test_every_table_scrolls_in_its_card_where_it_is_wider_than_the_screen(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    write_lines(run_dir / "metrics.jsonl", [step_record(0, new_alerts=["a: b"], alerts=["a"])])
+    drop = {"group_id": 1, "version": 0, "reason": "zero_signal", "scores": [1.0, 1.0]}
+    write_lines(run_dir / "drops.jsonl", [drop])
+    parts = built(run_dir)
+    tables = [above for part in parts for node, above in walk(part) if node.get("tag") == "table"]
+    # Reasons, drops one by one, alerts, evaluations, rollouts, provenance.
+    assert len(tables) == 6
+    assert all("scroll" in above for above in tables)
+    assert ".scroll { overflow-x: auto; }" in (run_dir / "page.html").read_text()

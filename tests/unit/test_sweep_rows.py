@@ -274,6 +274,8 @@ def test_a_result_names_failed_and_missing_runs(tmp_path: Path) -> None:
     assert "learner: &lt;NaN&gt;" in page
     assert "<NaN>" not in page
     assert "2 of 6 runs are missing" in page
+    assert page.count("<table>") == page.count("<div class=scroll><table>") == 4
+    assert ".scroll { overflow-x: auto }" in page
     assert "<script" not in page
     assert "http" not in page  # nothing is fetched
     assert read_row(runs[4].run_dir) is None

@@ -108,5 +108,6 @@ const largest = (values) => (values || []).reduce((a, b) => (isNumber(b) && (a =
 function section(id, title, note, ...children) {
   return el("section", null, el("h2", { id }, title, note ? el("small", null, note) : null), children);
 }
+const table = (attributes, ...parts) => el("div", { class: "scroll" }, el("table", attributes, ...parts)); // wider than its card
 const card = (title, note, ...children) =>
   el("div", { class: "card" }, title ? el("h3", null, title, note ? el("small", null, note) : null) : null, children);
