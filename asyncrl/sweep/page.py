@@ -21,6 +21,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; color: #222 }
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0 }
 th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: right; vertical-align: top }
+.scroll { overflow-x: auto } code { overflow-wrap: anywhere }
 th:first-child, td:first-child { text-align: left }
 .worse { color: #a3282c } .better { color: #2f7d46 } .open { color: #555 }
 .warning { background: #fff3d6; padding: .5rem .8rem }
@@ -178,4 +179,4 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     body = "".join(
         "<tr>" + "".join(f"<td>{part}</td>" for part in line) + "</tr>" for line in lines
     )
-    return f"<table><tr>{top}</tr>{body}</table>"
+    return f"<div class=scroll><table><tr>{top}</tr>{body}</table></div>"

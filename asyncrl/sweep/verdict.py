@@ -18,8 +18,13 @@ with its own 5 %.
 
 A k with a failed or missing run is not judged but named, with the cause: a run that diverged is a finding
 and no number. Fewer than 3 seeds give no verdict.
+
+Two things that the rule does not see are said beside it. A k that its runs did not come near (realized
+mean staleness below REACHED of k) is named with the staleness that there was. Where the fall that could
+hide is above VAGUE of the baseline's score, "not distinguishable" says nothing, and the sentence says so.
 """
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -28,6 +33,8 @@ from asyncrl.sweep.intervals import Interval, t_interval
 from asyncrl.sweep.row import Row
 
 MIN_SEEDS = 3
+REACHED = 0.75
+VAGUE = 0.5
 ENDPOINTS = {
     "final": "held-out score after training",
     "area_samples": "mean held-out score over training",
@@ -108,7 +115,7 @@ def _judge_one(
         direction: Status = "worse" if found.mean < 0 else "better"
         status: Status = direction if claiming else "open"
         comparisons.insert(0, Comparison(k, status, found, alone=differs and not claiming))
-    words = _sentence(variant, endpoint, baseline, comparisons, obstacles[baseline])
+    words = _sentence(variant, endpoint, baseline, comparisons, obstacles[baseline], rows)
     return Verdict(variant, endpoint, baseline, tuple(comparisons), words)
 
 
@@ -130,6 +137,7 @@ def _sentence(
     baseline: int,
     comparisons: Sequence[Comparison],
     obstacle: Comparison | None,
+    rows: Sequence[Row],
 ) -> str:
     head = f"{variant}, {ENDPOINTS[endpoint]}: "
     if not comparisons:
@@ -142,7 +150,8 @@ def _sentence(
     parts = []
     still_open = [c for c in comparisons if c.status == "open" and c.interval is not None]
     if still_open:
-        parts.append(_open_part(baseline, still_open, comparisons))
+        scores = [r[endpoint] for r in rows if r["k"] == baseline and r["outcome"] == "done"]
+        parts.append(_open_part(baseline, statistics.fmean(scores), still_open, comparisons))
     for c in comparisons:
         if c.interval is not None and c.status in ("worse", "better"):
             parts.append(f"k = {c.k} is {c.status} by {_size(c.interval)}")
@@ -155,20 +164,40 @@ def _sentence(
                 f"k = {c.k} alone would lie {word} by {_size(c.interval)}, which the larger k do "
                 "not confirm"
             )
-    return head + "; ".join(parts) + "."
+    judged = [baseline, *(c.k for c in comparisons if c.interval is not None)]
+    return head + "; ".join([*parts, *_unreached(judged, rows)]) + "."
 
 
 def _open_part(
-    baseline: int, still_open: Sequence[Comparison], comparisons: Sequence[Comparison]
+    baseline: int,
+    score: float,
+    still_open: Sequence[Comparison],
+    comparisons: Sequence[Comparison],
 ) -> str:
-    """What is not distinguishable, and how large a fall it could still hide."""
+    """What is not distinguishable, and how large a fall from the baseline's `score` it could hide."""
     seeds = min(c.interval.num for c in still_open if c.interval is not None)
     hidden = max(-c.interval.low for c in still_open if c.interval is not None)
     top = still_open[-1].k
     unjudged = [c.k for c in comparisons if c.k < top and c.interval is None]
     which = f"k <= {top}" if not unjudged else "k = " + ", ".join(str(c.k) for c in still_open)
     text = f"{which} is not distinguishable from k = {baseline} at this size ({seeds} seeds"
-    return text + (f"; a fall of {hidden:.3f} is not excluded)" if hidden > 0 else ")")
+    if hidden <= 0:
+        return text + ")"
+    if hidden > VAGUE * abs(score):
+        return text + f"; nothing is excluded: a fall of {hidden:.3f} from {score:.3f})"
+    return text + f"; a fall of {hidden:.3f} is not excluded)"
+
+
+def _unreached(ks: Sequence[int], rows: Sequence[Row]) -> list[str]:
+    """The realized staleness of every k that its runs stayed well below."""
+    parts = []
+    for k in ks:
+        found = [r["staleness"] for r in rows if r["k"] == k and r["outcome"] == "done"]
+        ages = [age for age in found if age["mean"] is not None]
+        if ages and (mean := statistics.fmean(age["mean"] for age in ages)) < REACHED * k:
+            oldest = max(age["max"] for age in ages)
+            parts.append(f"realized staleness at k = {k}: {mean:.1f} on average, {oldest} at most")
+    return parts
 
 
 def _size(interval: Interval) -> str:

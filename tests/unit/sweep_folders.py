@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import to_toml
 from asyncrl.sweep.plan import PlannedRun, plan_runs
@@ -55,3 +56,12 @@ def write_evals(run: PlannedRun, *evals: tuple[int, float | None, int, int]) -> 
     names = ("version", "mean_score", "num_samples", "num_unscored")
     lines = [json.dumps(dict(zip(names, values, strict=True))) + "\n" for values in evals]
     (run.run_dir / "evals.jsonl").write_text("".join(lines))
+
+
+def cell_row(k: int, curve: list[dict[str, float]]) -> dict[str, Any]:
+    """A finished run's row as `make_cells` reads it."""
+    return {
+        "variant": "v", "k": k, "seed": 0, "outcome": "done", "attempts": 1, "curve": curve,
+        "trained_samples": 4, "final": 1.0, "area_samples": 0.5, "ess": None, "ratio_ess": None,
+        "k3": None, "staleness": {"mean": float(k), "max": k, "tokens": {"0": 1}},
+    }  # fmt: skip

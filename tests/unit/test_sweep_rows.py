@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,12 @@ from hypothesis import strategies as st
 from asyncrl.config import to_toml
 from asyncrl.errors import ConfigError
 from asyncrl.generator.choice import settled
-from asyncrl.sweep.figure import curve_label, draw_all
+from asyncrl.sweep.figure import curve_label
 from asyncrl.sweep.host import CONSOLE, cause_of, prune, state_of
 from asyncrl.sweep.page import make_page
 from asyncrl.sweep.result import make_cells, make_result
 from asyncrl.sweep.row import area, done_row, failed_row, read_row, write_row, write_whole
-from tests.unit.sweep_folders import plan, record
-
-
-def cell_row(k: int, curve: list[dict[str, float]]) -> dict[str, Any]:
-    """A finished run's row as `make_cells` reads it."""
-    return {
-        "variant": "v", "k": k, "seed": 0, "outcome": "done", "attempts": 1, "curve": curve,
-        "trained_samples": 4, "final": 1.0, "area_samples": 0.5, "ess": None, "ratio_ess": None,
-        "k3": None, "staleness": {"mean": float(k), "max": k, "tokens": {"0": 1}},
-    }  # fmt: skip
+from tests.unit.sweep_folders import cell_row, plan, record
 
 
 def test_a_row_holds_the_curve_and_the_realized_staleness(tmp_path: Path) -> None:
@@ -274,32 +264,8 @@ def test_a_result_names_failed_and_missing_runs(tmp_path: Path) -> None:
     assert "learner: &lt;NaN&gt;" in page
     assert "<NaN>" not in page
     assert "2 of 6 runs are missing" in page
+    assert page.count("<table>") == page.count("<div class=scroll><table>") == 4
+    assert ".scroll { overflow-x: auto }" in page
     assert "<script" not in page
     assert "http" not in page  # nothing is fetched
     assert read_row(runs[4].run_dir) is None
-
-
-def test_the_page_holds_every_figure(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    settings, runs = plan(tmp_path)
-    for run in runs:
-        record(run)
-        write_row(run.run_dir, done_row(run, seconds=1.0))
-    result = make_result(settings, runs)
-    figures = draw_all(result, tmp_path)
-    assert list(figures) == ["endpoints", "samples", "seconds", "staleness", "mismatch"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures.values())
-    assert make_page(result, figures).count('src="data:image/png;base64,') == 5
-
-
-def test_without_matplotlib_the_figures_say_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings, runs = plan(tmp_path)
-    record(runs[0])
-    write_row(runs[0].run_dir, done_row(runs[0], seconds=1.0))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    result = make_result(settings, runs)
-    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[analysis\]'"):
-        draw_all(result, tmp_path)
-    assert "they need matplotlib" in make_page(result, {})

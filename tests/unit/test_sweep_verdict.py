@@ -7,9 +7,10 @@ OFFSETS = {0: -0.3, 1: 0.1, 2: 0.2}
 
 
 def row(k: int, seed: int, score: float, outcome: str = "done", cause: str = "") -> dict:
+    """A run whose tokens were all as old as k lets them be."""
     return {
         "variant": "v", "k": k, "seed": seed, "outcome": outcome, "cause": cause, "final": score,
-        "area_samples": score,
+        "area_samples": score, "staleness": {"mean": float(k), "max": k},
     }  # fmt: skip
 
 
@@ -96,3 +97,45 @@ def test_variants_are_judged_apart() -> None:
         ("v", "final"): "worse", ("v", "area_samples"): "worse",
         ("w", "final"): "open", ("w", "area_samples"): "open",
     }  # fmt: skip
+
+
+def test_a_k_that_the_runs_did_not_come_near_is_named_with_the_staleness_they_had() -> None:
+    rows = rows_of({0: 0.9, 2: 0.9, 4: 0.9, 8: 0.1})
+    ages = {2: (1.5, 2), 4: (2.8, 4), 8: (2.0, 3)}
+    for r in rows:
+        if r["k"] in ages:
+            mean, oldest = ages[r["k"]]
+            # Means of the seeds 0, 1, 2 differ by 0.3 around the one above; only seed 2 has the oldest.
+            r["staleness"] = {
+                "mean": mean + 0.3 * (r["seed"] - 1), "max": oldest if r["seed"] == 2 else 1
+            }  # fmt: skip
+    said = sentence(rows, (0, 2, 4, 8))
+    # Three quarters of 2 are 1.5, which is reached; of 4 they are 3.0, of 8 they are 6.0.
+    assert said.endswith(
+        "; realized staleness at k = 4: 2.8 on average, 4 at most"
+        "; realized staleness at k = 8: 2.0 on average, 3 at most."
+    )
+    assert said.count("realized") == 2
+    assert "k <= 4 is not distinguishable" in said  # the rule does not look at it
+    assert "k = 8 is worse by" in said
+    assert "realized" not in sentence(rows_of({0: 0.9, 8: 0.9}), (0, 8))
+
+
+def test_runs_without_a_trained_token_have_no_realized_staleness() -> None:
+    rows = rows_of({0: 0.9, 8: 0.9})
+    for r in rows:
+        r["staleness"] = {"mean": None, "max": None}
+    assert "realized" not in sentence(rows, (0, 8))
+
+
+def test_a_fall_of_more_than_half_the_baselines_score_excludes_nothing() -> None:
+    rows = [row(0, seed, score) for seed, score in enumerate((0.70, 0.78, 0.86))]
+    # Differences -0.2, 0, 0.2: mean 0, s 0.2; 4.303 * 0.2 / sqrt(3) = 0.497, above 0.78 / 2.
+    wide = [row(4, seed, score) for seed, score in enumerate((0.50, 0.78, 1.06))]
+    assert sentence(rows + wide, (0, 4)).endswith(
+        "k <= 4 is not distinguishable from k = 0 at this size "
+        "(3 seeds; nothing is excluded: a fall of 0.497 from 0.780)."
+    )
+    # Half of that: 0.248, below 0.39.
+    narrow = [row(4, seed, score) for seed, score in enumerate((0.60, 0.78, 0.96))]
+    assert sentence(rows + narrow, (0, 4)).endswith("(3 seeds; a fall of 0.248 is not excluded).")

@@ -99,10 +99,15 @@ const mean = (values) => {
   const known = (values || []).filter(isNumber);
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
 };
+const median = (values) => {
+  const sorted = [...values].sort((a, b) => a - b), half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+};
 const largest = (values) => (values || []).reduce((a, b) => (isNumber(b) && (a === null || b > a) ? b : a), null);
 
 function section(id, title, note, ...children) {
   return el("section", null, el("h2", { id }, title, note ? el("small", null, note) : null), children);
 }
+const table = (attributes, ...parts) => el("div", { class: "scroll" }, el("table", attributes, ...parts)); // wider than its card
 const card = (title, note, ...children) =>
   el("div", { class: "card" }, title ? el("h3", null, title, note ? el("small", null, note) : null) : null, children);

@@ -10,7 +10,9 @@ function header() {
   const waits = (kind, cause) => (strips.shares && strips.shares[kind] ? strips.shares[kind][cause] || 0 : null);
   const tile = (value, label, title) => (value === null || value === "-" ? null : el("div", { class: "tile", "data-tip": title }, el("b", null, value), el("span", null, label)));
   const rewards = metric("reward/mean");
-  const times = metric("time/step_s");
+  const times = metric("time/step_s"), trained = metric("tokens/trained");
+  const known = Steps.list.map((_, i) => i).filter((i) => trained && times && isNumber(trained[i]) && times[i] > 0);
+  const over = (values) => known.reduce((total, i) => total + values[i], 0);
   return [
     el("div", null, el("h1", null, RUN.name), el("span", { class: "badge " + RUN.state }, RUN.state)),
     el("p", { class: "soft" }, RUN.verdict, ". ", el("span", { class: "mono" }, RUN.folder)),
@@ -21,7 +23,7 @@ function header() {
       evals.length ? tile(`${show(evals[0].mean_score)} \u2192 ${show(evals[evals.length - 1].mean_score)}`, `held-out score, version ${evals[0].version} and ${evals[evals.length - 1].version}`) : null,
       tile(`${show(largest(metric("staleness/max")))}${isNumber(RUN.max_staleness) ? " of " + RUN.max_staleness : ""}`, `staleness, largest; mean ${show(mean(metric("staleness/mean")))}`, "versions between sampling and training; the bound is k"),
       times && tile(seconds(times.reduce((a, b) => a + (b || 0), 0)), "training time"),
-      tile(show(mean(metric("rate/trained_tokens_per_s"))), "trained tokens a second, mean of steps"),
+      known.length ? tile(show(over(trained) / over(times)), "trained tokens a second, over all steps") : null,
       waits("learner", "wait_batch") !== null ? tile(percent(waits("learner", "wait_batch")), "learner waits for batches") : null,
       waits("generator", "wait_credit") !== null ? tile(percent(waits("generator", "wait_credit")), "generators wait for credit") : null,
       tile(String(DATA.notes.alerts.length), "alerts")),
@@ -121,7 +123,7 @@ function ledger(showDropped) {
     el("div", { class: "grid two", style: { "margin-top": "12px" } },
       lineChart({ title: "Open groups", low: 0, series: [line("ledger/queued", "queued", 0), line("ledger/in_flight", "in flight", 3)] }),
       lineChart({ title: "Left untrained so far", low: 0, series: [line("ledger/dropped_filtered", "filtered", 1), line("ledger/failed", "failed", 4), line("ledger/dropped_stale", "stale", 3)] })),
-    DATA.drops.length ? card("Groups that left untrained, by reason", `${DATA.drops.length} on record`, el("table", null, el("tbody", null,
+    DATA.drops.length ? card("Groups that left untrained, by reason", `${DATA.drops.length} on record`, table(null, el("tbody", null,
       Object.entries(reasons).sort((a, b) => b[1] - a[1]).map(([reason, n]) => el("tr", null, el("td", { class: "num" }, n), el("td", null, fateTag("dropped: " + reason)),
         el("td", { class: "soft" }, DATA.glossary.reasons[reason] || "")))))) : admitted === null ? null : el("p", { class: "soft" }, "No group was dropped."),
     DATA.drops.length ? dropTable(showDropped) : null);
@@ -129,13 +131,13 @@ function ledger(showDropped) {
 
 function dropTable(showDropped) {
   const kept = new Set(GROUPS.map((group) => group[G.id]));
-  const host = el("div", { class: "scroll" });
+  const host = el("div");
   let page = 0;
   const PER = 15;
   const draw = () => {
     const turn = (by) => () => { page += by; draw(); };
     const pages = Math.ceil(DATA.drops.length / PER);
-    host.replaceChildren(el("table", null, el("thead", null, el("tr", null, ["at version", "group", "prompt", "attempt", "generator", "reason", "scores", ""].map((h) => el("th", null, h)))),
+    host.replaceChildren(table(null, el("thead", null, el("tr", null, ["at version", "group", "prompt", "attempt", "generator", "reason", "scores", ""].map((h) => el("th", null, h)))),
       el("tbody", null, DATA.drops.slice(page * PER, (page + 1) * PER).map((d) => el("tr", null, el("td", null, d.version), el("td", null, d.group_id), el("td", null, d.ordinal), el("td", null, d.attempt),
         el("td", null, d.generator), el("td", null, d.reason), el("td", { class: "mono" }, (d.scores || []).map((s) => show(s)).join(" ")), el("td", { class: "soft" }, d.again ? "its prompt is started again" : "", kept.has(d.group_id) && (d.scores || []).length
           ? el("button", { onclick: () => showDropped(d) }, "its rollouts") : null))))),
@@ -149,14 +151,14 @@ function alerts() {
   const began = DATA.notes.alerts;
   const onNow = DATA.notes.on.length ? DATA.notes.on[DATA.notes.on.length - 1] : [];
   const open = (step) => () => Steps.choose(step, true);
-  const rows = (list) => el("table", null, el("tbody", null, list.map((a) => el("tr", { class: "click", tabindex: 0, onclick: open(a.step) }, el("td", { class: "num" }, `step ${a.step}`), el("td", null, a.text)))));
+  const rows = (list) => table(null, el("tbody", null, list.map((a) => el("tr", { class: "click", tabindex: 0, onclick: open(a.step) }, el("td", { class: "num" }, `step ${a.step}`), el("td", null, a.text)))));
   return section("alerts", "Alerts", onNow.length ? `on in the last step: ${onNow.join(", ")}` : null,
     began.length ? card(null, null, rows(began.slice(0, 30)), began.length > 30 ? el("details", null, el("summary", null, `${began.length - 30} more`), rows(began.slice(30))) : null) : el("p", { class: "soft" }, "None."));
 }
 
 function evaluations() {
   if (!DATA.evals.length) return section("evals", "Evaluations", null, el("p", { class: "soft" }, "None on record."));
-  return section("evals", "Evaluations", "held-out problems, each evaluation under exactly one version", card(null, null, el("table", { class: "narrow" },
+  return section("evals", "Evaluations", "held-out problems, each evaluation under exactly one version", card(null, null, table({ class: "narrow" },
     el("thead", null, el("tr", null, ["version", "score", "samples", "unscored", "mean tokens", "took"].map((h) => el("th", { class: "num" }, h)))),
     el("tbody", null, DATA.evals.map((e) => el("tr", null, [e.version, show(e.mean_score), e.num_samples, e.num_unscored, show(e.mean_tokens), seconds(e.seconds)].map((v) => el("td", { class: "num" }, v ?? "-"))))))));
 }
@@ -169,7 +171,7 @@ function origin() {
   };
   walk(RUN.provenance, "");
   return section("origin", "Where it comes from", null, el("div", { class: "grid two" },
-    card("Provenance", null, facts.length ? el("table", null, el("tbody", null, facts.map(([k, v]) => el("tr", null, el("td", { class: "soft" }, k), el("td", { class: "mono" }, v))))) : el("p", { class: "soft" }, "run.json is missing.")),
+    card("Provenance", null, facts.length ? table(null, el("tbody", null, facts.map(([k, v]) => el("tr", null, el("td", { class: "soft" }, k), el("td", { class: "mono" }, v))))) : el("p", { class: "soft" }, "run.json is missing.")),
     card("Configuration", "every setting; reproduces the run", el("details", null, el("summary", null, "config.toml"), el("pre", null, RUN.config || "missing")))));
 }
 

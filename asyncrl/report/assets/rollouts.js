@@ -54,7 +54,7 @@ function ordered(rows) {
 }
 
 function rolloutSection() {
-  const table = el("div", { class: "scroll" }), count = el("span", { class: "soft" }), detail = el("div");
+  const list = el("div"), count = el("span", { class: "soft" }), detail = el("div");
   const pager = el("span");
   const inputs = {};
   const refresh = (keepPage) => {
@@ -66,7 +66,7 @@ function rolloutSection() {
     const turn = (by) => () => { Browser.page += by; refresh(true); };
     pager.replaceChildren(el("button", { onclick: turn(-1), disabled: Browser.page === 0 }, "\u2039"),
       ` page ${Browser.page + 1} of ${pages} `, el("button", { onclick: turn(1), disabled: Browser.page >= pages - 1 }, "\u203a"));
-    table.replaceChildren(rolloutTable(found.slice(Browser.page * PAGE, (Browser.page + 1) * PAGE), refresh, open));
+    list.replaceChildren(rolloutTable(found.slice(Browser.page * PAGE, (Browser.page + 1) * PAGE), refresh, open));
   };
   const open = (r) => {
     Browser.chosen = r;
@@ -109,7 +109,7 @@ function rolloutSection() {
   const start = ROWS.find((r) => r.full && r.advantage && r.row[R.spans].length > 1) || ROWS.find((r) => r.full && r.advantage) || ROWS.find((r) => r.full) || ROWS[0];
   if (start) open(start);
   const node = section("rollouts", "Rollouts", "every completion with the policy versions that sampled it; choose one to see its group",
-    ROWS.length ? [card(null, null, tools, table, el("div", { class: "tools" }, pager, count)), detail]
+    ROWS.length ? [card(null, null, tools, list, el("div", { class: "tools" }, pager, count)), detail]
       : el("p", { class: "soft" }, LEFT_OUT ? `All rollouts are left out (--max-mb): ${LEFT_OUT}.` : "No rollouts are on record (rollouts.jsonl is empty or missing)."));
   return [node, showOnly];
 }
@@ -120,7 +120,7 @@ function rolloutTable(rows, refresh, open) {
     Browser.sort = key;
     refresh();
   };
-  return el("table", null,
+  return table(null,
     el("thead", null, el("tr", null, COLUMNS.map(([label, key]) => el("th", { class: "num" + (key ? " sort" : ""), onclick: key && sortBy(key) },
       label + (Browser.sort === key ? (Browser.down ? " \u25be" : " \u25b4") : ""))), el("th", null, "became"), el("th", null, "prompt \u2192 completion"))),
     el("tbody", null, rows.map((r) => el("tr", { class: "click" + (r === Browser.chosen ? " open" : ""), tabindex: 0, onclick: () => open(r),

@@ -165,20 +165,26 @@ function stepCard(showRollouts) {
 const FACTS = ["reward/mean", "groups/frac_teaching", "groups/frac_mixed", "tokens/trained", "tokens/completion_mean", "staleness/mean", "staleness/max",
   "mismatch/k3", "correction/ess", "optimizer/grad_norm", "policy/entropy", "rate/trained_tokens_per_s", "staleness/queued_s"];
 
+// As slow.py has it: cause by cause the median of up to 10 steps on each side that took any time.
+function usualCauses(index) {
+  const around = DATA.causes.by_step.map((kinds) => kinds.learner || {})
+    .filter((causes, i) => i !== index && Math.abs(i - index) <= 10 && sum(causes) > 0);
+  return Object.fromEntries(Object.keys(added(around)).map((c) => [c, median(around.map((causes) => causes[c] || 0))]));
+}
+
 function stepBody(step, showRollouts) {
   const index = Steps.index(step);
-  const [, , slow, why] = DATA.notes.times[index];
+  const [, usual_s, slow, why] = DATA.notes.times[index];
   const kinds = DATA.causes.by_step[index];
   const value = (name) => (metric(name) ? metric(name)[index] : null);
   const alerts = DATA.notes.alerts.filter((a) => a.step === step);
-  const around = Steps.list.map((_, i) => i).filter((i) => i !== index && Math.abs(i - index) <= 10);
-  const usual = added(around.map((i) => DATA.causes.by_step[i].learner));
-  const row = (label, causes, scale) => causes && sum(causes) > 0 ? [el("span", { class: "soft" }, label), shareBar(causes),
-    el("span", { class: "num" }, seconds(sum(causes) / (scale || 1)))] : null;
+  const usual = usualCauses(index);
+  const row = (label, causes, total) => causes && sum(causes) > 0 ? [el("span", { class: "soft" }, label), shareBar(causes),
+    el("span", { class: "num" }, seconds(total ?? sum(causes)))] : null;
   return [
     el("p", { class: "says" + (slow ? " bad" : "") }, el("b", null, `Step ${step} took `), why,
       DATA.causes.exact[index] ? null : el("span", { class: "soft" }, " (without a trace the generators' time is that of two seconds)")),
-    el("div", { class: "rows" }, row("learner", kinds.learner), row("usual (\u00b1 10 steps)", usual, around.length),
+    el("div", { class: "rows" }, row("learner", kinds.learner), row("usual (\u00b1 10 steps)", usual, usual_s),
       row("generators meanwhile", kinds.generator), row("scorers", kinds.scorer)),
     el("p", { class: "pairs" }, FACTS.filter((name) => isNumber(value(name))).map((name) =>
       el("span", { "data-tip": meaning(name) }, name + " ", el("b", null, show(value(name)))))),
