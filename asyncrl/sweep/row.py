@@ -97,7 +97,10 @@ def done_row(run: PlannedRun, *, seconds: float) -> Row:
             f"none of the {evals[-1]['num_unscored']} samples of the last evaluation was scored, see "
             f"{run.run_dir}/evals.jsonl"
         )
-    curve = _curve(run, steps, [e for e in evals if e["num_samples"]])
+    scored = [e for e in evals if e["num_samples"]]
+    for e in scored:
+        _check_score(run.run_dir, f"score at version {e['version']}", e["mean_score"])
+    curve = _curve(run, steps, scored)
     row = _head(run, seconds) | {
         "outcome": "done",
         "curve": curve,
@@ -125,8 +128,13 @@ def _check_scores(place: Path, row: Row) -> None:
         raise ValueError(f"{place}: its last score is of no sample")
     scores = {f"score at version {point['version']}": point["score"] for point in row["curve"]}
     for name, score in (scores | {key: row[key] for key in ("final", "area_samples")}).items():
-        if not math.isfinite(score):
-            raise ValueError(f"{place}: its {name} is {score}, expected a finite number")
+        _check_score(place, name, score)
+
+
+def _check_score(place: Path, name: str, score: float | None) -> None:
+    """Raises ValueError; None is what a NaN of a JSON-lines file is read as."""
+    if score is None or not math.isfinite(score):
+        raise ValueError(f"{place}: its {name} is {score}, expected a finite number")
 
 
 def _head(run: PlannedRun, seconds: float) -> Row:
