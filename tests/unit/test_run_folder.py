@@ -11,10 +11,11 @@ import pytest
 from asyncrl.causes import cause, error_file, root_cause
 from asyncrl.cli import main
 from asyncrl.config import RunConfig, read_config, to_toml
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.family import children, kill_orphans
 from asyncrl.guard import record_first
-from asyncrl.run_folder import read_key, run_folder
+from asyncrl.run_folder import check_model, read_key, run_folder
 
 
 def config(run_dir: Path | str = "", *, resume: bool = False) -> RunConfig:
@@ -47,6 +48,17 @@ def test_a_folder_is_free_again_once_its_holder_has_ended(tmp_path: Path) -> Non
     (tmp_path / "checkpoints").mkdir()
     with run_folder(config(tmp_path, resume=True)):
         pass
+
+
+def test_a_folder_that_holds_an_adapter_is_not_said_to_hold_nothing(tmp_path: Path) -> None:
+    at = config().model_copy(update={"model": ModelConfig(path=str(tmp_path))})
+    with pytest.raises(ConfigError, match=r"holds no model \(no config\.json\)"):
+        check_model(at)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an adapter, expected a whole model; merge it"):
+        check_model(at)
+    (tmp_path / "config.json").write_text("{}")
+    check_model(at)
 
 
 def saved_run(run_dir: Path, *overrides: str) -> Path:
