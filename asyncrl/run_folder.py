@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, read_config
+from asyncrl.config.text import toml_value
 from asyncrl.errors import ConfigError
 
 
@@ -22,14 +23,15 @@ def run_folder(config: RunConfig) -> Iterator[Path]:
     """The folder of this run, absolute, and nobody else's for as long as the context is open.
 
     Raises:
-        ConfigError: it holds a run, another one works in it, there is nothing to resume, or it
-            cannot be written to.
+        ConfigError: it holds a run, another one works in it, there is nothing to resume, what is
+            there was made with other settings, or it cannot be written to.
     """
     if config.checkpoint.resume and not Path(config.run_dir, "checkpoints").is_dir():
         raise ConfigError(
             f"checkpoint.resume=true, but run_dir={config.run_dir!r} holds no checkpoints"
         )
     if config.checkpoint.resume:
+        _check_lineage(config)
         _check_unfinished(config)
     path = Path(config.run_dir) if config.run_dir else _unused(config.name)
     with exclusive(path, key="run_dir"):
@@ -98,10 +100,46 @@ def is_in_use(path: Path) -> bool:
     return False
 
 
+def _check_lineage(config: RunConfig) -> None:
+    """The learner would refuse such a checkpoint too, when the records are those of a failed run."""
+    run_dir = Path(config.run_dir)
+    for path in sorted((run_dir / "checkpoints").glob("version-*"), key=_version, reverse=True):
+        try:
+            lineage = json.loads((path / "checkpoint.json").read_text())["facts"]["lineage"]
+        except (OSError, ValueError, TypeError, KeyError):
+            continue  # incomplete: the learner passes it over
+        if lineage == config.lineage:
+            return
+        raise ConfigError(
+            f"run_dir={config.run_dir!r} was made with another model, task, seed or adapter "
+            f"({_differences(run_dir / 'config.toml', config, lineage)}); set them as they are there to "
+            f"continue that run, or start a new run_dir, with model.path={str(path)!r} (an adapter "
+            "merged) if its weights shall be the initial ones"
+        )
+
+
+def _differences(path: Path, config: RunConfig, lineage: str) -> str:
+    """What the run that left the file `path` has other than `config`, among `lineage`'s settings."""
+    hashes = f"lineage: {lineage} there, {config.lineage} here"
+    try:
+        there = read_config(path).lineage_settings()
+    except ConfigError:
+        return hashes  # of another version of asyncrl
+    here = config.lineage_settings()
+    # A key of one alone belongs to another kind of task, or to an adapter: what chose it is in both.
+    differing = [key for key in there if key in here and there[key] != here[key]]
+    shown = (f"{k}: {toml_value(there[k])} there, {toml_value(here[k])} here" for k in differing)
+    return ", ".join(shown) or hashes
+
+
+def _version(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("version-"))
+
+
 def _check_unfinished(config: RunConfig) -> None:
     """Resuming a finished run would only set its last evaluation aside."""
     folders = Path(config.run_dir, "checkpoints").glob("version-*")
-    newest = max((int(path.name.removeprefix("version-")) for path in folders), default=0)
+    newest = max(map(_version, folders), default=0)
     if newest >= config.pipeline.num_steps:
         raise ConfigError(
             f"run_dir={config.run_dir!r} is finished: it holds version {newest}, and "
@@ -178,8 +216,14 @@ def check_model(config: RunConfig) -> None:
     """
     path = Path(config.model.path)
     looks_local = path.is_absolute() or config.model.path.startswith((".", "~", "models/"))
-    if (looks_local or path.exists()) and not (path / "config.json").is_file():
+    if not (looks_local or path.exists()) or (path / "config.json").is_file():
+        return
+    if (path / "adapter_config.json").is_file():
         raise ConfigError(
-            f"model.path={config.model.path!r} holds no model (no config.json); give a Hugging Face "
-            "id or a folder written by save_pretrained (`make model` makes the packaged one)"
+            f"model.path={config.model.path!r} holds an adapter, expected a whole model; merge it into "
+            'its model first and give that folder (README, "LoRA")'
         )
+    raise ConfigError(
+        f"model.path={config.model.path!r} holds no model (no config.json); give a Hugging Face "
+        "id or a folder written by save_pretrained (`make model` makes the packaged one)"
+    )

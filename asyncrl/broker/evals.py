@@ -1,8 +1,8 @@
 """When the held-out evaluation runs and who runs it: one generator at a time.
 
-Due at the first version of this epoch, then at each reported version that is `every_steps` or more
-past the last evaluated one (0: never in between), and at version `num_steps`. An evaluation whose
-generator is lost is due again, under whatever version the next generator reports.
+Due at the first version of this epoch, then at each multiple of `every_steps` (0: never in between),
+or at the next reported version if none reports that one, and at version `num_steps`. An evaluation
+whose generator is lost is due again, under whatever version the next generator reports.
 """
 
 from asyncrl.wire.messages import EvalDone
@@ -27,8 +27,8 @@ class EvalSchedule:
             return True
         if version <= self._last:
             return False
-        between = 0 < self._every_steps <= version - self._last
-        return between or version >= self._num_steps
+        every = self._every_steps
+        return version >= self._num_steps or (every > 0 and version // every > self._last // every)
 
     def assign(self, generator: bytes, version: int) -> None:
         """`generator` was told to evaluate `version`."""

@@ -77,8 +77,10 @@ def _explain(error: ValidationError) -> str:
             section, _, key = path.rpartition(".")
             beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
             close = difflib.get_close_matches(key, beside, n=1, cutoff=0.6)
+            elsewhere = {k for k in known if k.rpartition(".")[2] == key}
             near = (
-                [k for name, k in beside.items() if name in close or _initials(name) == key]
+                (list(elsewhere) if len(elsewhere) == 1 else [])
+                or [k for name, k in beside.items() if name in close or _initials(name) == key]
                 or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
                 or difflib.get_close_matches(key, [k.split(".")[-1] for k in known], n=1)
             )

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -29,6 +30,9 @@ from asyncrl.config.sections import (
     WeightsConfig,
 )
 from asyncrl.config.tasks import TaskConfig
+
+_ADAPTER = {"rank", "alpha", "target_modules"}
+"""What an adapter is; the rest of its section says how it is served."""
 
 
 class RunConfig(Section):
@@ -193,8 +197,19 @@ class RunConfig(Section):
         """
         shared: dict[str, bool | set[str]] = {"model": True, "task": True, "seed": True}
         if self.lora.rank:
-            shared["lora"] = {"rank", "alpha", "target_modules"}
+            shared["lora"] = _ADAPTER
         return self._hash(include=shared)
+
+    def lineage_settings(self) -> dict[str, Any]:
+        """What `lineage` is a hash of, by dotted key; of an adapter that is off, its rank."""
+        lora = _ADAPTER if self.lora.rank else {"rank"}
+        tree = self.model_dump(
+            mode="json", include={"model": True, "task": True, "seed": True, "lora": lora}
+        )
+        found = {"seed": tree.pop("seed")}
+        for section, settings in tree.items():
+            found |= {f"{section}.{key}": value for key, value in settings.items()}
+        return found
 
     @property
     def digest(self) -> str:

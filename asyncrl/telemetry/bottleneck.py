@@ -121,7 +121,7 @@ def _late(learner: Mapping[str, float], generator: Mapping[str, float]) -> Diagn
     if learner.get("start") or cost < max(QUIET, *_costs(learner, generator).values()):
         return None
     return Diagnosis(
-        "start", cost, f"{_waits(learner)}, generators start up (again) {start:.0%}: see logs/"
+        "start", cost, f"{_waits(learner)}, generators start up {start:.0%}: see logs/"
     )
 
 

@@ -120,7 +120,10 @@ def summary(run_dir: Path) -> dict[str, Any]:
         found["reward_last"] = round(rewards[-1], 4)
     if evals:
         scored = [e for e in evals if e["mean_score"] is not None]
-        for name, end in (("held_out_before", evals[0]), ("held_out_after", evals[-1])):
+        ends = {"held_out_before": evals[0]}
+        if evals[-1]["version"] > evals[0]["version"]:
+            ends["held_out_after"] = evals[-1]
+        for name, end in ends.items():
             if end in scored:
                 found[name] = round(end["mean_score"], 4)
         found["held_out_samples"] = evals[-1]["num_samples"]

@@ -43,8 +43,8 @@ def test_an_adapter_learns_the_task_and_is_all_that_a_resumed_run_needs(tmp_path
     assert all(0 < record["mismatch/max"] < 1e-3 for record in records(run_dir)[25:])
 
     code, output = finish(start_run(config, run_dir, *more, "pipeline.num_steps=31", "lora.rank=4"))
-    assert code == 1, output
-    assert "another model, task, seed or adapter" in output
+    assert code == 2, output
+    assert "another model, task, seed or adapter (lora.rank: 8 there, 4 here)" in output
 
 
 @pytest.mark.vllm

@@ -63,8 +63,8 @@ def test_start_up_of_either_side_changes_nothing(limit, learner, generator, scor
     ("limit", "learner", "generator", "words"),
     [
         ("start", {"wait_batch": 95, "forward": 5}, {"start": 93, "wait_score": 4, "other": 3},
-         "learner waits for batches 95%, generators start up (again) 93%: see logs/"),
-        ("start", {"wait_batch": 99, "forward": 1}, {"start": 100}, "start up (again) 100%"),
+         "learner waits for batches 95%, generators start up 93%: see logs/"),
+        ("start", {"wait_batch": 99, "forward": 1}, {"start": 100}, "start up 100%"),
         # One of four engines is started again, the other three are what the learner waits for.
         ("generation", STARVED, {"start": 25, "decode": 75}, "generation is the bottleneck"),
         # The learner does not wait for the one that starts: of the others' time 80 % is credit.

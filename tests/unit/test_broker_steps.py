@@ -2,6 +2,7 @@
 
 import pytest
 
+from asyncrl.broker.evals import EvalSchedule
 from asyncrl.broker.state import GROUPS_PER_EPOCH
 from asyncrl.errors import ProtocolError
 from asyncrl.wire import messages as m
@@ -252,6 +253,32 @@ def test_evaluations_are_due_at_the_first_version_every_n_steps_and_at_the_last(
             due.append(step + 1)
             evaluated(desk, version=step + 1)
     assert due == [2, 4, 5]
+
+
+def result(version):
+    return m.EvalDone(
+        version=version, mean_score=0.5, num_samples=4, num_unscored=0, mean_tokens=3.0, seconds=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "reported", "due"),
+    [
+        (15, range(15, 46), [15, 20, 40, 45]),  # resumed between two multiples
+        (20, range(20, 46), [20, 40, 45]),
+        # Versions that no generator reports: 20 is made up for at 23, and 40 is no later for it.
+        (0, [0, 3, 19, 23, 39, 40, 45], [0, 23, 40, 45]),
+    ],
+)
+def test_evaluations_fall_on_multiples_wherever_the_run_began(first, reported, due):
+    schedule = EvalSchedule(every_steps=20, num_steps=45, first_version=first)
+    found = []
+    for version in reported:
+        if schedule.is_due(version):
+            schedule.assign(b"gen", version)
+            schedule.finish(b"gen", result(version))
+            found.append(version)
+    assert found == due
 
 
 def test_with_0_nothing_is_evaluated_between_the_first_and_the_last_version():

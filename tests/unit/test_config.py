@@ -60,6 +60,8 @@ def test_an_engine_without_kind_is_the_embedded_one_and_vllm_has_settings_of_its
         ("pipelines.num_steps=3", "did you mean pipeline"),
         ("pipeline.num_step=3", "did you mean pipeline.num_steps"),
         ("task.num_digit=3", "did you mean task.num_digits"),
+        ("learning_rate=1e-3", "did you mean optimizer.learning_rate?"),
+        ("max_prompt_tokens=9", "did you mean engine.max_prompt_tokens?"),  # of several kinds
         ("optimizer.lr=3", "did you mean optimizer.learning_rate"),
         ("algorithm.loss.cliplow=3", "did you mean algorithm.loss.clip_low"),
         ("model.path.x=3", "path is a value, not a section"),

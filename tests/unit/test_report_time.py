@@ -169,7 +169,7 @@ def test_start_up_is_shown_where_it_is_what_the_learner_waits_for():
     found = strips([learner, generator], None)
     # Of 10 s after the first batch the learner waits for 8; the generator lives for 9, starts for 6.
     assert found["shares"]["generator"] == {"start": 0.6667, "decode": 0.3333}
-    assert "80%, generators start up (again) 67%" in found["sentence"]
+    assert "80%, generators start up 67%" in found["sentence"]
 
 
 def usual_step(**more):
@@ -204,7 +204,7 @@ def test_a_step_in_which_a_generator_was_started_again_says_so():
     }
     text = explain(steps)[2].text
     assert "meanwhile the generators spent 93% starting up" in text
-    assert text.endswith("batches 95%, generators start up (again) 93%: see logs/.")
+    assert text.endswith("batches 95%, generators start up 93%: see logs/.")
 
 
 def test_a_step_that_waited_no_longer_than_others_does_not_blame_the_generators():

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from asyncrl.causes import cause, error_file, root_cause
-from asyncrl.config import RunConfig
+from asyncrl.cli import main
+from asyncrl.config import RunConfig, read_config, to_toml
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.family import children, kill_orphans
 from asyncrl.guard import record_first
-from asyncrl.run_folder import read_key, run_folder
+from asyncrl.run_folder import check_model, read_key, run_folder
 
 
 def config(run_dir: Path | str = "", *, resume: bool = False) -> RunConfig:
@@ -46,6 +48,83 @@ def test_a_folder_is_free_again_once_its_holder_has_ended(tmp_path: Path) -> Non
     (tmp_path / "checkpoints").mkdir()
     with run_folder(config(tmp_path, resume=True)):
         pass
+
+
+def test_a_folder_that_holds_an_adapter_is_not_said_to_hold_nothing(tmp_path: Path) -> None:
+    at = config().model_copy(update={"model": ModelConfig(path=str(tmp_path))})
+    with pytest.raises(ConfigError, match=r"holds no model \(no config\.json\)"):
+        check_model(at)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an adapter, expected a whole model; merge it"):
+        check_model(at)
+    (tmp_path / "config.json").write_text("{}")
+    check_model(at)
+
+
+def saved_run(run_dir: Path, *overrides: str) -> Path:
+    """What a run of one checkpoint leaves; its config file."""
+    checkpoint = run_dir / "checkpoints" / "version-000050"
+    checkpoint.mkdir(parents=True)
+    path = run_dir / "config.toml"
+    path.write_text(to_toml(config()))
+    made = read_config(path, overrides)
+    path.write_text(to_toml(made))
+    facts = {"version": 50, "epoch": 0, "cursor": 50, "lineage": made.lineage, "run_name": "run"}
+    (checkpoint / "checkpoint.json").write_text(json.dumps({"facts": facts, "files": {}}))
+    (run_dir / "run.json").write_text('{"run_id": "r"}')
+    (run_dir / "summary.json").write_text('{"outcome": "done"}')
+    (run_dir / "lock").touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        (["seed=3"], ["seed=0"], "(seed: 3 there, 0 here)"),
+        ([], ["seed=1", "task.num_letters=3"],
+         "(seed: 0 there, 1 here, task.num_letters: 4 there, 3 here)"),
+        ([], ["task.kind=products"], '(task.kind: "repeat_letter" there, "products" here)'),
+        ([], ["lora.rank=8", "lora.serving=merged"], "(lora.rank: 0 there, 8 here)"),
+    ],
+)  # fmt: skip
+def test_a_resume_with_other_settings_is_refused_and_leaves_the_folder_as_it_was(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    there: list[str],
+    here: list[str],
+    words: str,
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    run_dir, path = tmp_path / "run", f"model.path={model}"
+    file = saved_run(run_dir, *there, path)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    more = [f"run_dir={run_dir}", "checkpoint.resume=true", "pipeline.num_steps=60"]
+    with pytest.raises(SystemExit) as end:
+        main(["run", str(file), *here, *more])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "start a new run_dir" in said
+    assert before == {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+def test_a_resume_compares_with_the_newest_checkpoint_that_can_be_read(tmp_path: Path) -> None:
+    file = saved_run(tmp_path, "seed=3")
+    (tmp_path / "checkpoints" / "version-000051").mkdir()
+    more = [f"run_dir={tmp_path}", "checkpoint.resume=true", "pipeline.num_steps=60"]
+    with pytest.raises(ConfigError, match="seed: 3 there, 4 here"):
+        run_folder(read_config(file, ["seed=4", *more])).__enter__()
+    with run_folder(read_config(file, more)):
+        pass
+    # A file that cannot tell them apart: one of another version, or one written over.
+    file.write_text(to_toml(read_config(file, ["seed=4"])))
+    with pytest.raises(ConfigError, match=r"\(lineage: \w{16} there, \w{16} here\)"):
+        run_folder(read_config(file, more)).__enter__()
+    file.write_text("seed = [")
+    with pytest.raises(ConfigError, match=r"\(lineage: \w{16} there, \w{16} here\)"):
+        run_folder(config(tmp_path, resume=True)).__enter__()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

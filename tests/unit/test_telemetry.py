@@ -106,6 +106,7 @@ def test_summary_leaves_out_steps_that_trained_no_token_or_got_no_score(tmp_path
         ((0.25, None, 0.75), 0.25, 0.75, [[0, 0.25], [2, 0.75]]),
         ((None, 0.5, None), None, None, [[1, 0.5]]),  # the end of training is not its middle
         ((None, None, None), None, None, []),
+        ((0.25,), 0.25, None, [[0, 0.25]]),  # interrupted before another one
     ],
 )
 def test_an_evaluation_without_a_score_is_no_score_of_the_summary(
