@@ -75,7 +75,7 @@ def test_k_holds_while_a_generator_is_stopped_and_continued(model: Path, tmp_pat
     config = write_config(tmp_path, model)
     process = start_run(
         config, run_dir, "pipeline.num_generators=2", "pipeline.max_staleness=1",
-        "pipeline.num_steps=300",
+        "pipeline.num_steps=150",
     )  # fmt: skip
     done = threading.Event()
 
@@ -101,7 +101,7 @@ def test_k_holds_while_a_generator_is_stopped_and_continued(model: Path, tmp_pat
         thread.join()
     assert code == 0, output
     steps = records(run_dir)
-    assert len(steps) == 300
+    assert len(steps) == 150
     assert max(record["staleness/max"] for record in steps) <= 1
     assert_books_close(steps)
     names = {rollout["generator"] for rollout in records(run_dir, "rollouts")}
