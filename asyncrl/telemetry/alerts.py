@@ -127,9 +127,14 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "no_signal", "groups/frac_teaching", "below", 0.1, 5,
-        "nine of ten groups teach nothing: with groups/frac_mixed as low their scores are equal (change "
-        "the task's difficulty or pipeline.group_size), else their completions are cut off (raise "
-        "engine.max_completion_tokens)",
+        "nine of ten groups teach nothing: as it should be once reward/mean is at its maximum; else with "
+        "groups/frac_mixed as low their scores are equal (change the task's difficulty or "
+        "pipeline.group_size), without it completions are cut off (raise engine.max_completion_tokens)",
+    ),
+    Alert(
+        "unscored", "rollouts/unscored_frac", "above", 0.1, 3,
+        "completions get no score: the scorer raises, or takes longer than scoring.deadline_s; why is on "
+        "each rollout (asyncrl report) and in the generators' logs",
     ),
 )  # fmt: skip
 

@@ -69,6 +69,10 @@ def step_line(
     unscored = ""
     if record.get("rollouts/unscored_frac"):
         unscored = f" ({record['rollouts/unscored_frac']:.0%} unscored)"
+    dropped = dropped_groups(record)
+    lost = (
+        f"  dropped {dropped} of {record['ledger/admitted']:.0f} groups so far" if dropped else ""
+    )
     skipped = f"  no update: {record['skipped']}" if record.get("skipped") else ""
     waits = diagnose(record_shares(record), split)
     advice = f"\n  {waits.text}" if waits.limit != "none" else ""
@@ -79,8 +83,13 @@ def step_line(
         f"{limit})  generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
         f"{number('generator/busy_frac', '.0%')} busy  train "
         f"{number('rate/trained_tokens_per_s', '.0f')} tok/s {number('learner/busy_frac', '.0%')} "
-        f"busy  [{step_s:.1f} s: {', '.join(shares)}]{skipped}{advice}{alerts}"
+        f"busy  [{step_s:.1f} s: {', '.join(shares)}]{lost}{skipped}{advice}{alerts}"
     )
+
+
+def dropped_groups(record: Mapping[str, Any]) -> int:
+    """Groups that were sampled for nothing, as too old or without signal, up to this step."""
+    return int(sum(value for name, value in record.items() if name.startswith("ledger/dropped")))
 
 
 def eval_line(record: Mapping[str, Any]) -> str:
@@ -118,6 +127,8 @@ def summary(run_dir: Path) -> dict[str, Any]:
     if rewards := [record["reward/mean"] for record in steps if "reward/mean" in record]:
         found["reward_first"] = round(rewards[0], 4)
         found["reward_last"] = round(rewards[-1], 4)
+    if steps and (dropped := dropped_groups(steps[-1])):
+        found["dropped_groups"] = dropped
     if evals:
         scored = [e for e in evals if e["mean_score"] is not None]
         ends = {"held_out_before": evals[0]}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.console import Follower, eval_line, summary
+from asyncrl.config import PipelineConfig
+from asyncrl.telemetry.console import Follower, eval_line, step_line, summary
 from asyncrl.telemetry.metrics import resolve
 from asyncrl.telemetry.sinks import JsonlSink, WandbSink, set_later_aside
 from asyncrl.telemetry.trace import Tracer
@@ -186,3 +187,15 @@ def test_offline_wandb_keeps_every_row_in_its_own_file(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, missing
         time.sleep(0.05)
     assert sink.num_dropped == 0
+
+
+def test_a_step_tells_how_many_groups_were_dropped(tmp_path: Path) -> None:
+    record = {
+        "version": 3, "time/step_s": 1.0, "ledger/admitted": 40.0, "ledger/trained": 24.0,
+        "ledger/dropped_stale": 2.0, "ledger/dropped_filtered": 9.0,
+    }  # fmt: skip
+    assert "  dropped 11 of 40 groups so far" in step_line(record, PipelineConfig())
+    none = record | {"ledger/dropped_stale": 0.0, "ledger/dropped_filtered": 0.0}
+    assert "dropped" not in step_line(none, PipelineConfig())
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(none) + "\n" + json.dumps(record) + "\n")
+    assert summary(tmp_path)["dropped_groups"] == 11
