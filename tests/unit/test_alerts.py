@@ -62,6 +62,7 @@ def test_a_healthy_step_alerts_to_nothing_and_a_collapse_to_several():
         "ratio/clipped_high": 0.01, "ratio/clipped_low": 0.01, "policy/entropy_ratio": 0.9,
         "optimizer/grad_norm_ratio": 1.2,
         "optimizer/grad_cosine": 0.02, "groups/frac_teaching": 0.5, "staleness/engine_mismatch": 0.0,
+        "rollouts/unscored_frac": 0.02,
     }  # fmt: skip
     assert {alert.metric for alert in ALERTS} <= healthy.keys()
     watch = Watch()
@@ -73,6 +74,13 @@ def test_a_healthy_step_alerts_to_nothing_and_a_collapse_to_several():
     on = [{alert.name for alert in watch.step(collapse)[0]} for _ in range(3)]
     assert on[0] == {"gradient_spike"}
     assert on[2] == on[0] | {"mismatch_critical", "divergence", "effective_sample"}
+
+
+def test_a_scorer_that_fails_now_and_then_is_not_silent():
+    watch = Watch()
+    on = [watch.step({"rollouts/unscored_frac": 0.3})[1] for _ in range(3)]
+    assert [alert.name for alert in on[2]] == ["unscored"]
+    assert "scoring.deadline_s" in on[2][0].describe(0.3)
 
 
 def test_an_entropy_that_halves_by_chance_in_two_steps_is_no_collapse():
