@@ -29,7 +29,7 @@ from asyncrl.arguments import parse
 from asyncrl.config import RunConfig, read_config, to_toml
 from asyncrl.errors import ConfigError
 from asyncrl.guard import guard, leave
-from asyncrl.run_folder import check_model, read_key, run_folder
+from asyncrl.run_folder import check_model, check_unused, read_key, run_folder
 from asyncrl.sweep.settings import SweepSettings, read_sweep
 from asyncrl.telemetry.terminal import printable, say
 
@@ -250,6 +250,8 @@ def _learner(config: RunConfig, options: argparse.Namespace) -> int:
     def train() -> None:
         from asyncrl.learner import assemble
 
+        if not options.supervised and os.environ.get("RANK", "0") == "0":
+            check_unused(options.run_dir, config)
         assemble.run(
             config,
             endpoint=options.broker,

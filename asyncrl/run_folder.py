@@ -85,6 +85,19 @@ def add_facts(run_dir: Path, **facts: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | facts, indent=1) + "\n")
 
 
+def check_unused(run_dir: Path, config: RunConfig) -> None:
+    """For a learner that was started by hand, whose folder nobody has looked at before.
+
+    Raises:
+        ConfigError: it holds another run's records, which would be set aside.
+    """
+    if not config.checkpoint.resume and (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"--run-dir {str(run_dir)!r} already holds a run; give another one, or continue it with "
+            "checkpoint.resume=true"
+        )
+
+
 def is_in_use(path: Path) -> bool:
     """Whether a run that has not ended holds the folder."""
     try:
