@@ -248,10 +248,10 @@ def _broker(config: RunConfig, options: argparse.Namespace) -> int:
 
 def _learner(config: RunConfig, options: argparse.Namespace) -> int:
     def train() -> None:
-        from asyncrl.learner import assemble
-
         if not options.supervised and os.environ.get("RANK", "0") == "0":
             check_unused(options.run_dir, config)
+        from asyncrl.learner import assemble
+
         assemble.run(
             config,
             endpoint=options.broker,

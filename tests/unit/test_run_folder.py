@@ -212,23 +212,17 @@ def test_orphans_are_inherited_and_killed_with_what_they_started() -> None:
     assert kill_orphans(children(os.getpid())) == set()
 
 
-def test_a_learner_of_its_own_does_not_set_the_records_of_another_run_aside(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_learner_of_its_own_does_not_set_the_records_of_another_run_aside(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\npath = "m"\n[task]\nkind = "repeat_letter"\n')
     records = tmp_path / "manual" / "metrics.jsonl"
     records.parent.mkdir()
     records.write_text('{"step": 0}\n')
     command = [
-        "learner",
-        str(tmp_path / "run.toml"),
-        "--broker",
-        "tcp://127.0.0.1:9",
-        "--run-id",
-        "r",
-    ]
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, "--run-dir", str(records.parent)])
-    assert "already holds a run; give another one" in capsys.readouterr().err
+        sys.executable, "-m", "asyncrl", "learner", str(tmp_path / "run.toml"),
+        "--broker", "tcp://127.0.0.1:9", "--run-id", "r", "--run-dir", str(records.parent),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "already holds a run; give another one" in done.stderr
     assert records.read_text() == '{"step": 0}\n'
     assert not list(tmp_path.rglob("*set-aside*"))
