@@ -224,5 +224,6 @@ def test_a_learner_of_its_own_does_not_set_the_records_of_another_run_aside(tmp_
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "already holds a run; give another one" in done.stderr
+    assert "Traceback" not in done.stderr
     assert records.read_text() == '{"step": 0}\n'
     assert not list(tmp_path.rglob("*set-aside*"))
