@@ -19,6 +19,7 @@ KS = (0, 1, 2, 4, 8, 16)
 
 def row(k: int, seed: int, score: float, **more: object) -> dict:
     found = {"variant": "v", "k": k, "seed": seed, "outcome": "done", "cause": ""}
+    found["staleness"] = {"mean": float(k), "max": k}
     return found | {"final": score, "area_samples": score} | more
 
 
