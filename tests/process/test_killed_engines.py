@@ -63,7 +63,7 @@ def test_a_killed_generator_ends_the_run(
     process = start(model, tmp_path, engine, monkeypatch)
     family = descendants(process.pid)
     os.kill(child(process.pid, "asyncrl generator"), signal.SIGKILL)
-    code, output = finish(process, timeout_s=40)
+    code, output = finish(process, timeout_s=60)
     assert code == 1, output
     assert "FAILED: generator-0: killed by SIGKILL" in output
     assert not [command_of(pid) for pid in family if alive(pid)]
