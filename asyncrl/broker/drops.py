@@ -5,7 +5,6 @@ payload, which the broker does not read, is kept as it came, in base64, for the 
 """
 
 import base64
-import json
 import math
 import time
 from collections import Counter
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.broker.journal import Drop, DropReason, NullJournal
+from asyncrl.telemetry.jsonlines import read_lines
 from asyncrl.telemetry.sinks import JsonlSink, set_later_aside
 
 MAX_PAYLOAD_BYTES = 2**20
@@ -33,8 +33,7 @@ class DropLog(NullJournal):
         """What an earlier attempt dropped in steps that are made again moves aside; the rest counts."""
         self._sink.close()
         set_later_aside(self._path, key="version", limit=version)
-        with self._path.open("rb") as file:
-            dropped: Counter[DropReason] = Counter(json.loads(line)["reason"] for line in file)
+        dropped: Counter[DropReason] = Counter(line["reason"] for line in read_lines(self._path))
         self._sink = JsonlSink(self._path)
         return dropped
 

@@ -116,13 +116,12 @@ def build_step(
     )
     trained = [member for _, inside in members for member in inside]
     num_tokens = sum(member.length for member in trained)
-    num_teaching = sum(any(m.advantage != 0 for m in inside) for _, inside in members)
     return StepBatch(
         version=version,
         max_staleness=max_staleness,
         minibatches=minibatches,
         sums={
-            "groups/frac_teaching": float(num_teaching),
+            "groups/frac_teaching": _num_teaching(members),
             "tokens/trained": float(num_tokens),
             "tokens/forward": float(sum(m.forward_tokens for m in minibatches)),
             **_staleness_sums(trained, max_staleness),
@@ -132,6 +131,10 @@ def build_step(
         details=details,
         num_detailed_tokens=num_detailed_tokens,
     )
+
+
+def _num_teaching(members: _Members) -> float:
+    return float(sum(any(m.advantage != 0 for m in inside) for _, inside in members))
 
 
 def _counts(groups: Sequence[RolloutGroup], num_tokens: int) -> dict[str, float]:

@@ -135,7 +135,7 @@ def summary(run_dir: Path) -> dict[str, Any]:
         if evals[-1]["version"] > evals[0]["version"]:
             ends["held_out_after"] = evals[-1]
         for name, end in ends.items():
-            if end in scored:
+            if end["mean_score"] is not None:
                 found[name] = round(end["mean_score"], 4)
         found["held_out_samples"] = evals[-1]["num_samples"]
         found["held_out_curve"] = [[e["version"], round(e["mean_score"], 4)] for e in scored]

@@ -33,7 +33,6 @@ def test_what_a_run_says_is_shown_not_obeyed(capsys):
 
 
 def test_a_failed_run_of_a_sweep_is_reported_without_its_escape_sequences(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="--report draws figures")
     file = Path("launch/sweep_smoke.toml")
     overrides = [f'out="{tmp_path}"']
     run = plan_runs(read_sweep(file, overrides))[0]
