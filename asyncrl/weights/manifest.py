@@ -6,32 +6,19 @@ reader may allocate `total_bytes` and map views without any further check; a lyi
 becomes one.
 
     offset_0 = 0,   offset_(i+1) = ceil64(offset_i + num_bytes_i),   total = max(64, offset_n)
-
-What comes over a network has SHA-256 digests: with the SHA instructions of server CPUs since 2017 (AMD)
-and 2021 (Intel) it runs at 2.2 GB/s a core where BLAKE2b, which has no such help, runs at 0.9. In
-shared memory nobody can forge what he could not also write into this process; there digests guard
-against torn, stale and lost pages, and are folded first:
-
-    words of 8 bytes in rows of 509;  column sums mod 2^64;  SHA-256 of the sums and what is left over
-
-That reads memory once, at 10 GB/s a core and more. Every changed word changes its column's sum; 509 is
-prime, so that a page in the wrong place falls into other columns. Two changes cancel only if they are in
-one column and sum to 0. Eight cores of SHA-256 beside a vLLM engine took 40 % of its speed (H200 host).
 """
 
 import hashlib
 import math
-import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Literal, Self
 
 import msgpack
-import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from asyncrl.errors import WeightMismatchError
+from asyncrl.weights.digests import Buffer, DigestKind, digest_chunks
 
 ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every item size."""
@@ -39,10 +26,6 @@ ALIGNMENT = 64
 MAX_CHUNK_BYTES = 64 * 2**20
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_PROBE_TOKENS = 4096
-_FOLD_WORDS = 509
-
-DigestKind = Literal["sha256", "folded"]
-_MAX_DIGEST_THREADS: dict[DigestKind, int] = {"sha256": 8, "folded": 2}
 
 DtypeName = Literal[
     "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"
@@ -65,7 +48,6 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
 }
 
 Size = Annotated[int, Field(ge=0, lt=2**48)]
-Buffer = bytes | bytearray | memoryview
 
 
 class _Closed(BaseModel):
@@ -153,6 +135,13 @@ class Manifest(_Closed):
         start = index * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.total_bytes)
 
+    def corruption(self, chunk: int, where: str) -> str:
+        """What is said of a chunk in `where` that does not have its digest."""
+        return (
+            f"version {self.version}: chunk {chunk} of {self.num_chunks} in {where} does not have the "
+            "digest that its manifest gives"
+        )
+
     def to_bytes(self) -> bytes:
         """The canonical bytes: MessagePack, fields in the order of declaration."""
         return msgpack.packb(self.model_dump())
@@ -228,32 +217,16 @@ def tensor_views(
         yield spec.name, flat.view(spec.shape)
 
 
-def digest(chunk: Buffer, kind: DigestKind) -> bytes:
-    """32 bytes for a chunk's content; "folded" reads it fast, "sha256" withstands a forger."""
-    if kind == "sha256":
-        return hashlib.sha256(chunk).digest()
-    num_folded = len(chunk) // (8 * _FOLD_WORDS) * _FOLD_WORDS
-    rows = np.frombuffer(chunk, np.int64, num_folded).reshape(-1, _FOLD_WORDS)
-    state = hashlib.sha256(rows.sum(axis=0))
-    state.update(memoryview(chunk)[8 * num_folded :])
-    return state.digest()
-
-
-def digest_chunks(buffer: memoryview, chunk_bytes: int, kind: DigestKind) -> tuple[bytes, ...]:
-    """`digest` of each chunk, on half of the cores that this process may use (at most 8 or 2)."""
-    chunks = [buffer[at : at + chunk_bytes] for at in range(0, buffer.nbytes, chunk_bytes)]
-    limit = _MAX_DIGEST_THREADS[kind]
-    num_threads = min(limit, len(os.sched_getaffinity(0)) // 2, len(chunks))
-    if num_threads <= 1:
-        return tuple(digest(chunk, kind) for chunk in chunks)
-    with ThreadPoolExecutor(num_threads) as pool:
-        return tuple(pool.map(lambda chunk: digest(chunk, kind), chunks))
-
-
 def find_corrupt_chunk(buffer: memoryview, manifest: Manifest) -> int | None:
     """Index of the first chunk whose digest is not the manifest's; None if all are right."""
     whole = buffer[: manifest.total_bytes]
-    found = digest_chunks(whole, manifest.chunk_bytes, manifest.digest_kind)
+    return first_difference(
+        digest_chunks(whole, manifest.chunk_bytes, manifest.digest_kind), manifest
+    )
+
+
+def first_difference(found: Iterable[bytes], manifest: Manifest) -> int | None:
+    """Index of the first digest in `found`, one for each chunk, that is not the manifest's."""
     for index, (got, expected) in enumerate(zip(found, manifest.chunk_digests, strict=True)):
         if got != expected:
             return index

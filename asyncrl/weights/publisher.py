@@ -27,14 +27,9 @@ from asyncrl.weights.buffers import (
     check_run_id,
     snapshot_path,
 )
+from asyncrl.weights.digests import DigestKind, digest_chunks
 from asyncrl.weights.handover import Handover
-from asyncrl.weights.manifest import (
-    DigestKind,
-    Manifest,
-    Probe,
-    digest_chunks,
-    manifest_digest,
-)
+from asyncrl.weights.manifest import Manifest, Probe, manifest_digest
 from asyncrl.weights.server import ChunkServer
 from asyncrl.weights.snapshot import Snapshot
 from asyncrl.wire.messages import Announcement

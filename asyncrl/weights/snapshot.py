@@ -6,12 +6,10 @@ byte of it is written again before the publisher has given its buffer back.
 Every rank enters `take`, because FSDP2 shards are gathered collectively; one tensor is whole at a
 time, and only the rank that has buffers keeps it. Floating-point tensors are cast to the
 publication dtype on the device before they are gathered or copied, so fewer bytes move. On a GPU
-the host buffers are registered with CUDA (cudaHostRegister, once each), so copies run at the
-speed of the bus and overlap.
+the host buffers are registered with CUDA (pinning.py), so copies run at the speed of the bus and
+overlap.
 """
 
-import logging
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -23,10 +21,9 @@ from torch.distributed.tensor import DTensor
 from asyncrl.errors import WeightMismatchError
 from asyncrl.weights.buffers import HostBuffer, HostBuffers
 from asyncrl.weights.manifest import DTYPE_NAMES, DTYPES, TensorSpec, lay_out, tensor_views
+from asyncrl.weights.pinning import Pins
 
 PublicationDtype = Literal["float32", "bfloat16"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +73,7 @@ class Snapshotter:
         self._specs, self._num_bytes = _lay_out(self._tensors, dtype)
         self._buffers = buffers
         self._on_gpu = any(_device_type(tensor) == "cuda" for _, tensor in self._tensors)
-        self._pinned: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+        self._pins = Pins()
         if buffers is not None:
             for buffer in buffers.prepare(self._num_bytes):
                 self._pin(buffer)
@@ -98,17 +95,8 @@ class Snapshotter:
         return Snapshot(version=version, tensors=self._specs, buffer=buffer)
 
     def _pin(self, buffer: HostBuffer) -> None:
-        """Register the buffer with CUDA, if that is used, for as long as the buffer lives."""
-        if not self._on_gpu or buffer in self._pinned:
-            return
-        self._pinned.add(buffer)
-        address = torch.frombuffer(buffer.mapping, dtype=torch.uint8).data_ptr()
-        runtime = torch.cuda.cudart()
-        error = int(runtime.cudaHostRegister(address, buffer.num_bytes, 0))
-        if error:
-            _log.warning("cudaHostRegister gave error %d; snapshots are copied unpinned", error)
-        else:
-            weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+        if self._on_gpu:
+            self._pins.pin(buffer, buffer.mapping)
 
 
 def _gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

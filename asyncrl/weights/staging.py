@@ -1,22 +1,30 @@
 """A version's copy in the generator's GPU, made beside the decode: adopting it is one device copy.
 
-    snapshot in host memory  -> bounce buffer (pinned, one of two)  -> staging buffer on the GPU
-         memcpy of a chunk          asynchronous copy, own stream         views of it are offered
+    pinned host memory (the learner's own snapshot, or what was fetched)  ->  staging buffer on the GPU
+                one copy, on a stream of its own                              views of it are offered
+
+All of it is a handful of calls, whatever the size: a thread that needs the interpreter for every chunk
+slows down the engine's loop, which needs it too. Digests are compared on the GPU, of the bytes that came.
 
 Invariant: the staging buffer is written only while nobody holds a view of it that is still in use: the
-subscriber stages a version only after the one before was released. The snapshot itself cannot be pinned:
-it is mapped privately, and pinning would make a second copy of every page.
+subscriber stages a version only after the one before was released.
 """
 
 import logging
-from collections.abc import Iterable
 
 import torch
 
-from asyncrl.weights.manifest import DTYPES, TensorSpec
-
-BOUNCE_BYTES = 32 * 2**20
-"""Of each bounce buffer; the copies of a chunk to and from it overlap."""
+from asyncrl.errors import WeightMismatchError
+from asyncrl.weights.digests import folded_digests
+from asyncrl.weights.fetched import Fetched
+from asyncrl.weights.manifest import (
+    DTYPES,
+    Manifest,
+    TensorSpec,
+    find_corrupt_chunk,
+    first_difference,
+)
+from asyncrl.weights.pinning import Pins
 
 log = logging.getLogger(__name__)
 
@@ -24,67 +32,61 @@ log = logging.getLogger(__name__)
 class DeviceStaging:
     """One buffer on a device, as large as a version, and the way into it; used from one thread."""
 
-    def __init__(self, device: torch.device, *, bounce_bytes: int = BOUNCE_BYTES) -> None:
+    def __init__(self, device: torch.device) -> None:
         """Memory is taken by the first `upload`."""
         self._device = device
-        self._bounce_bytes = bounce_bytes
-        self._on_gpu = device.type == "cuda"
+        self._pins = Pins() if device.type == "cuda" else None
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._bounces: list[torch.Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         self._too_large = 2**63
         """Bytes that the device had no room for: not asked for again."""
 
     def upload(
-        self, memory: memoryview, tensors: Iterable[TensorSpec], num_bytes: int
+        self, fetched: Fetched, *, is_verified: bool
     ) -> list[tuple[str, torch.Tensor]] | None:
-        """Copy a snapshot to the device; its tensors there, until the next call.
+        """Copy a version to the device; its tensors there, until the next call.
 
         None if the device has no room for it: the weights are then adopted from host memory.
+
+        Raises:
+            WeightMismatchError: not `is_verified`, and a chunk does not have its digest.
         """
-        if num_bytes >= self._too_large:
+        manifest = fetched.manifest
+        if manifest.total_bytes >= self._too_large:
             return None
         try:
-            self._prepare(num_bytes)
+            self._prepare(manifest.total_bytes)
         except torch.OutOfMemoryError as error:
-            self._too_large = num_bytes
-            log.warning("no room to stage %d bytes on %s: %s", num_bytes, self._device, error)
+            self._too_large = manifest.total_bytes
+            log.warning("no room to stage %d bytes: %s", manifest.total_bytes, error)
             return None
-        source = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
-        if self._stream is None:
-            self._copy(source)
-        else:
-            with torch.cuda.stream(self._stream):
-                self._copy(source)
+        if self._pins is not None:
+            self._pins.pin(fetched.block, fetched.block.memory)
+        source = torch.frombuffer(
+            fetched.block.memory, dtype=torch.uint8, count=manifest.total_bytes
+        )
+        with torch.cuda.stream(self._stream):
+            self._buffer.copy_(source, non_blocking=True)
+            corrupt = None if is_verified else self._find_corrupt(fetched)
+        if self._stream is not None:
             self._stream.synchronize()
-        return [(spec.name, self._view(spec)) for spec in tensors]
+        if corrupt is not None:
+            raise WeightMismatchError(manifest.corruption(corrupt, "the learner's snapshot"))
+        return [(spec.name, self._view(spec)) for spec in manifest.tensors]
 
     def _prepare(self, num_bytes: int) -> None:
-        if self._on_gpu and self._stream is None:
+        if self._pins is not None and self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         if len(self._buffer) != num_bytes:
             # From the stream's own pool: a block that the decode freed may still be read by its kernels.
             with torch.cuda.stream(self._stream):
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        if not self._bounces:
-            size = min(self._bounce_bytes, num_bytes)
-            self._bounces = [
-                torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(2)
-            ]
 
-    def _copy(self, source: torch.Tensor) -> None:
-        sent: list[torch.cuda.Event | None] = [None, None]
-        for index, start in enumerate(range(0, len(source), len(self._bounces[0]))):
-            which = index % 2
-            event = sent[which]
-            if event is not None:
-                event.synchronize()  # the chunk before the last has left this bounce buffer
-            chunk = source[start : start + len(self._bounces[0])]
-            bounce = self._bounces[which][: len(chunk)]
-            bounce.copy_(chunk)
-            self._buffer[start : start + len(chunk)].copy_(bounce, non_blocking=True)
-            if self._on_gpu:
-                sent[which] = torch.cuda.current_stream().record_event()
+    def _find_corrupt(self, fetched: Fetched) -> int | None:
+        manifest: Manifest = fetched.manifest
+        if manifest.digest_kind != "folded":
+            return find_corrupt_chunk(memoryview(fetched.block.memory), manifest)
+        return first_difference(folded_digests(self._buffer, manifest.chunk_bytes), manifest)
 
     def _view(self, spec: TensorSpec) -> torch.Tensor:
         values = self._buffer[spec.offset : spec.offset + spec.num_bytes]

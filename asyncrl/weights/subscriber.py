@@ -22,14 +22,18 @@ import torch
 
 from asyncrl.errors import ProtocolError
 from asyncrl.weights.buffers import SHM_DIR, check_run_id
-from asyncrl.weights.fetch import ChunkFetcher, Fetched, map_snapshot
+from asyncrl.weights.fetch import ChunkFetcher
+from asyncrl.weights.fetched import Fetched
 from asyncrl.weights.handover import Handover
 from asyncrl.weights.manifest import tensor_views
-from asyncrl.weights.shared_file import OpenFile, SharedFile
+from asyncrl.weights.shared_file import MappedFile, SharedFile
+from asyncrl.weights.snapshot_files import SnapshotFiles
 from asyncrl.weights.staging import DeviceStaging
 from asyncrl.wire.messages import Announcement
 
 _CLOSE_TIMEOUT_S = 10.0
+
+OnDevice = list[tuple[str, torch.Tensor]]
 
 
 class StagedWeights:
@@ -39,7 +43,7 @@ class StagedWeights:
         self,
         fetched: Fetched,
         *,
-        on_device: list[tuple[str, torch.Tensor]] | None,
+        on_device: OnDevice | None,
         start_s: float,
         end_s: float,
         on_release: Callable[[], None],
@@ -56,11 +60,12 @@ class StagedWeights:
         self.end_s = end_s
         """When it was verified and staged, same clock."""
 
-        self._tensors: list[tuple[str, torch.Tensor]] | None = on_device
-        self._open_file: OpenFile | None = None
+        self._tensors: OnDevice | None = on_device
+        self._block: MappedFile | None = None
         if on_device is None:
-            self._open_file = fetched.file
-            self._tensors = list(tensor_views(memoryview(fetched.memory), fetched.manifest.tensors))
+            self._block = fetched.block
+            memory = memoryview(fetched.block.memory)
+            self._tensors = list(tensor_views(memory, fetched.manifest.tensors))
         self._specs = fetched.manifest.tensors
         self._on_release = on_release
 
@@ -77,12 +82,12 @@ class StagedWeights:
     @property
     def file(self) -> SharedFile | None:
         """The same tensors for other processes, until `release`; None if they are on the GPU."""
-        return SharedFile(self._open_file.path, self._specs) if self._open_file else None
+        return SharedFile(self._block.file.path, self._specs) if self._block else None
 
     def release(self) -> None:
         """Give the memory back; idempotent."""
         if self._tensors is not None:
-            self._tensors = self._open_file = None
+            self._tensors = self._block = None
             self._on_release()
 
 
@@ -116,9 +121,9 @@ class Subscriber:
         Raises:
             ConfigError: the run id cannot name files.
         """
-        self._run_id = check_run_id(run_id)
-        self._max_total_bytes = max_total_bytes
-        self._shm_dir = shm_dir
+        self._files = SnapshotFiles(
+            check_run_id(run_id), shm_dir=shm_dir, max_total_bytes=max_total_bytes
+        )
         self._staging = staging
         self._fetcher = ChunkFetcher(
             run_id,
@@ -221,6 +226,7 @@ class Subscriber:
                 self._finish(outcome)
         finally:
             self._fetcher.close()
+            self._files.close()
 
     def _next_target(self) -> Announcement | None:
         with self._changed:
@@ -237,21 +243,7 @@ class Subscriber:
 
     def _stage(self, announcement: Announcement) -> None:
         start_s = time.monotonic()
-        if announcement.transport == "shm":
-            fetched = map_snapshot(
-                announcement,
-                run_id=self._run_id,
-                shm_dir=self._shm_dir,
-                max_total_bytes=self._max_total_bytes,
-            )
-        else:
-            fetched = self._fetcher.fetch(announcement)
-        on_device = None
-        if fetched is not None and self._staging is not None:
-            manifest = fetched.manifest
-            on_device = self._staging.upload(
-                memoryview(fetched.memory), manifest.tensors, manifest.total_bytes
-            )
+        fetched, on_device = self._fetch(announcement)
         with self._changed:
             if fetched is None:
                 self.num_superseded += 1
@@ -266,6 +258,22 @@ class Subscriber:
                 end_s=time.monotonic(),
                 on_release=self._on_release,
             )
+
+    def _fetch(self, announcement: Announcement) -> tuple[Fetched | None, OnDevice | None]:
+        """A version in host memory, and its tensors on the device if there is a way and room."""
+        if announcement.transport == "tcp":
+            fetched = self._fetcher.fetch(announcement)
+            if fetched is None or self._staging is None:
+                return fetched, None
+            return fetched, self._staging.upload(fetched, is_verified=True)
+        if self._staging is not None:
+            with self._files.shared(announcement) as fetched:
+                if fetched is None:
+                    return None, None
+                on_device = self._staging.upload(fetched, is_verified=False)
+                if on_device is not None:
+                    return fetched, on_device
+        return self._files.private(announcement), None
 
     def _finish(self, outcome: Handover) -> None:
         # One step under the lock: who sees the error may start the same version again at once.

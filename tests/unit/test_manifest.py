@@ -8,15 +8,15 @@ import tracemalloc
 
 import msgpack
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightMismatchError
+from asyncrl.weights.digests import digest, digest_chunks, folded_digests
 from asyncrl.weights.manifest import (
     DTYPES,
     Manifest,
-    digest,
-    digest_chunks,
     find_corrupt_chunk,
     lay_out,
     manifest_digest,
@@ -159,6 +159,17 @@ def folded_by_hand(chunk: bytes) -> bytes:
 def test_a_folded_digest_is_that_of_column_sums_and_rest(size):
     chunk = random.Random(size).randbytes(size)
     assert digest(chunk, "folded") == folded_by_hand(chunk)
+
+
+@pytest.mark.parametrize("size", [1, 4072, 16_288, 20_001])
+@pytest.mark.parametrize("chunk_bytes", [1, 999, 1000, 4071, 4072, 4080, 8145, 30_000])
+def test_folded_digests_of_a_tensor_are_those_of_its_bytes(size, chunk_bytes):
+    if chunk_bytes == 1 and size > 1:
+        size = 3
+    data = random.Random(size).randbytes(size)
+    found = folded_digests(torch.frombuffer(bytearray(data), dtype=torch.uint8), chunk_bytes)
+    pieces = [data[at : at + chunk_bytes] for at in range(0, size, chunk_bytes)]
+    assert list(found) == [folded_by_hand(piece) for piece in pieces]
 
 
 @given(st.integers(0, 19_999), st.integers(0, 7))

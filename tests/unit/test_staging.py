@@ -1,11 +1,19 @@
-"""Staging on a device, here the CPU: whole, in place, and never under a view that is in use."""
+"""Staging on a device, here the CPU: whole, checked, and never under a view that is in use."""
+
+import gc
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.weights.manifest import DTYPE_NAMES, lay_out, tensor_views
+from asyncrl.errors import WeightMismatchError
+from asyncrl.weights.digests import digest_chunks
+from asyncrl.weights.fetched import Fetched
+from asyncrl.weights.manifest import DTYPE_NAMES, Manifest, lay_out, tensor_views
+from asyncrl.weights.shared_file import memory_file
 from asyncrl.weights.staging import DeviceStaging
 from tests.unit.weight_peers import (
     TRANSPORTS,
@@ -21,22 +29,47 @@ from tests.unit.weight_peers import (
 CPU = torch.device("cpu")
 
 
-def snapshot_of(tensors):
+def fetched_of(tensors, *, chunk_bytes=1000, kind="folded"):
     specs, num_bytes = lay_out([(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors])
-    memory = bytearray(num_bytes)
+    block = memory_file(num_bytes)
+    memory = memoryview(block.memory)
     for (_, view), (_, values) in zip(tensor_views(memory, specs), tensors, strict=True):
         view.copy_(values)
-    return memory, specs, num_bytes
+    manifest = Manifest(
+        run_id="run", epoch=1, version=7, tensors=specs, total_bytes=num_bytes,
+        chunk_bytes=chunk_bytes, digest_kind=kind,
+        chunk_digests=digest_chunks(memory, chunk_bytes, kind),
+    )  # fmt: skip
+    return Fetched(manifest, block)
+
+
+def mappings(folder):
+    """How often this process maps each file of `folder`, by inode."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    return Counter(ln[4] for ln in lines if len(ln) == 6 and ln[5].startswith(str(folder)))
 
 
 @settings(max_examples=25)
-@given(st.integers(0, 2**32), st.integers(1, 3000))
-def test_every_tensor_is_whole_whatever_the_size_of_a_bounce(seed, bounce_bytes):
+@given(st.integers(0, 2**32), st.integers(1, 9000), st.sampled_from(["folded", "sha256"]))
+def test_every_tensor_is_whole_whatever_the_size_of_a_chunk(seed, chunk_bytes, kind):
     tensors = odd_tensors(seed)
-    staging = DeviceStaging(CPU, bounce_bytes=bounce_bytes)
-    staged = staging.upload(*snapshot_of(tensors))
+    fetched = fetched_of(tensors, chunk_bytes=chunk_bytes, kind=kind)
+    staged = DeviceStaging(CPU).upload(fetched, is_verified=False)
     assert [(name, bits(t)) for name, t in staged] == [(name, bits(t)) for name, t in tensors]
     assert [(t.shape, t.dtype) for _, t in staged] == [(t.shape, t.dtype) for _, t in tensors]
+
+
+@pytest.mark.parametrize("kind", ["folded", "sha256"])
+@pytest.mark.parametrize(("place", "chunk"), [(0, 0), (4999, 0), (5000, 1), (39_999, 7)])
+def test_a_changed_bit_is_found_in_the_copy(kind, place, chunk):
+    fetched = fetched_of([("weight", torch.randn(10_000))], chunk_bytes=5000, kind=kind)
+    fetched.block.memory[place] ^= 4
+    staging = DeviceStaging(CPU)
+    with pytest.raises(WeightMismatchError, match=f"version 7: chunk {chunk} of 8 in"):
+        staging.upload(fetched, is_verified=False)
+    assert staging.upload(fetched, is_verified=True)  # what was checked as it came is not again
+    fetched.block.memory[place] ^= 4
+    assert staging.upload(fetched, is_verified=False)
 
 
 def test_one_buffer_serves_all_versions_of_a_size_and_grows_for_another():
@@ -44,10 +77,32 @@ def test_one_buffer_serves_all_versions_of_a_size_and_grows_for_another():
     places = []
     for size in (1000, 1000, 2000):
         weight = fill(torch.empty(size), size)
-        [(_, staged)] = staging.upload(*snapshot_of([("weight", weight)]))
+        [(_, staged)] = staging.upload(fetched_of([("weight", weight)]), is_verified=False)
         assert torch.equal(staged, weight)
         places.append(staged.data_ptr())
     assert places[0] == places[1]
+
+
+def test_each_file_is_mapped_once_and_free_for_the_learner_once_it_is_copied(tmp_path):
+    weight = torch.empty(1000)
+    with generating(tmp_path, staging=DeviceStaging(CPU)) as subscriber:
+        for epoch in (1, 2):
+            with learning([("weight", weight)], tmp_path, "shm", epoch=epoch) as learner:
+                inodes = set()
+                for version in range(8):
+                    fill(weight, version)
+                    announcement = learner.publish(version)
+                    inodes.add(Path(announcement.endpoint).stat().st_ino)
+                    staged = fetch(subscriber, announcement)
+                    ((_, got),) = staged.tensors()
+                    assert torch.equal(got, weight)
+                    staged.release()
+                # A reader's lock would have made the learner delete a file for every version.
+                assert len(inodes) == 3
+                gc.collect()  # the learner before
+                times = mappings(tmp_path)
+                assert {int(inode) for inode in times} == inodes
+                assert set(times.values()) == {2}  # the learner, and we
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -55,7 +110,7 @@ def test_staged_weights_are_not_overwritten_before_their_release(transport, tmp_
     weight = torch.empty(1000)
     with (
         learning([("weight", weight)], tmp_path, transport) as learner,
-        generating(tmp_path, staging=DeviceStaging(CPU, bounce_bytes=100)) as subscriber,
+        generating(tmp_path, staging=DeviceStaging(CPU)) as subscriber,
     ):
         fill(weight, 0)
         staged = fetch(subscriber, learner.publish(0))

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import PeerLostError, ProtocolError
-from asyncrl.weights.fetch import lock_for_reading
 from asyncrl.weights.manifest import Probe
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import Snapshotter
+from asyncrl.weights.snapshot_files import lock_for_reading
 from asyncrl.wire import messages
 from tests.unit.weight_peers import (
     TRANSPORTS,
