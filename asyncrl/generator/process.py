@@ -74,6 +74,12 @@ class Generator:
         self._stop: m.Stop | None = None
         if mailbox.welcome.announcement is not None:
             subscriber.start(mailbox.welcome.announcement)
+        mailbox.listen(self._prefetch)
+
+    def _prefetch(self, message: m.Message) -> None:
+        """From the mailbox's thread: a version is fetched while the loop is in the middle of a step."""
+        if isinstance(message, m.Announcement):
+            self._subscriber.start(message)
 
     def run(self) -> m.Stop:
         """Work until the broker says Stop; returns it."""
@@ -113,8 +119,7 @@ class Generator:
                 for start in starts:
                     self._start(start)
             case m.Announcement():
-                self._asked = None
-                self._subscriber.start(message)
+                self._asked = None  # `_prefetch` has seen to the rest
             case m.Evaluate(version=version):
                 self._has_begun = True
                 self._evaluate(version)

@@ -92,7 +92,7 @@ class StagedWeights:
 
 
 class Subscriber:
-    """Fetches the versions of one run; its methods are called from one thread."""
+    """Fetches the versions of one run; methods are called from one thread, `start` from any other."""
 
     def __init__(
         self,

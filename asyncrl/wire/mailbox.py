@@ -3,6 +3,7 @@
 | the thread, each turn                       | the caller                                        |
 |---------------------------------------------|---------------------------------------------------|
 | reads all that came; Beats end here         | receive: next message, or the thread's error      |
+| shows each to `listen`'s listener           |                                                   |
 | sends what waits in the outbox              | send: into the outbox, and wakes the thread       |
 | sends Beat, every welcome.beat_s            |                                                   |
 | ends if nothing came for welcome.silence_s  | send, receive: PeerLostError                      |
@@ -16,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from typing_extensions import Buffer
 
@@ -56,6 +57,7 @@ class Mailbox:
         self._changed = threading.Condition()
         self._outbox: deque[list[Buffer]] = deque()
         self._inbox: deque[Envelope] = deque()
+        self._listener: Callable[[Message], None] | None = None
         self._welcome: Welcome | None = None
         self._error: BaseException | None = None
         self._closing = False
@@ -113,6 +115,17 @@ class Mailbox:
             if self._closing:
                 raise PeerLostError(f"the mailbox to {self._endpoint} is closed")
             return None
+
+    def listen(self, listener: Callable[[Message], None]) -> None:
+        """Show `listener` every message, in order and once, also those that wait for `receive`.
+
+        It is called from the thread as soon as a message has come, so the caller may be computing; it
+        must be quick and call no method of the mailbox. What it raises is the thread's error.
+        """
+        with self._changed:
+            for envelope in self._inbox:
+                listener(envelope.message)
+            self._listener = listener
 
     def close(self, reason: str, failed: bool = False) -> None:
         """Send what waits and a Bye, for at most FLUSH_S, and end the thread; idempotent."""
@@ -223,6 +236,8 @@ class Mailbox:
             self._admit(envelope)
             if not isinstance(envelope.message, Beat):
                 with self._changed:
+                    if self._listener is not None:
+                        self._listener(envelope.message)
                     self._inbox.append(envelope)
                     self._changed.notify_all()
                 self.bell.ring()

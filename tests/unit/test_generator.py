@@ -105,6 +105,35 @@ def parts(path, tmp_path):
     engine.close()
 
 
+def test_weights_are_fetched_while_the_engine_is_in_the_middle_of_a_step(path, parts, tmp_path):
+    settings = parts.pop("config")
+    engine, subscriber = parts["engine"], parts["subscriber"]
+    came_in_step = []
+
+    def wait_for_weights():
+        if not came_in_step:
+            came_in_step.append(subscriber.fetched.acquire(timeout=PATIENCE_S))
+        return True
+
+    engine.may_decode = wait_for_weights
+    with (
+        brokered(m.Welcome(beat_s=1.0, silence_s=PATIENCE_S)) as broker,
+        learning(named_weights(load_policy(path).model), tmp_path, "shm", epoch=0) as learner,
+    ):
+        mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
+        thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
+        thread.start()
+        start = m.GroupStart(group_id=0, ordinal=0, attempt=0, seed=0)
+        broker.send(m.Work(starts=[start]))
+        broker.send(learner.publish(1))
+        while ("adopted", 1) not in engine.events:
+            broker.get()  # counters come in any case, four a second
+        broker.send(m.Stop(reason="test"))
+        thread.join(PATIENCE_S)
+        mailbox.close("test")
+    assert came_in_step == [True]
+
+
 @pytest.mark.parametrize("newest", [1, 2])
 def test_of_weights_that_come_during_an_evaluation_the_newest_are_adopted_after_it(
     newest, path, parts, tmp_path

@@ -115,6 +115,34 @@ def test_a_waiting_caller_learns_at_once_that_the_broker_is_lost():
         mailbox.receive(10 * PATIENCE_S)
 
 
+def test_a_listener_is_shown_each_message_once_in_order_before_it_is_received():
+    shown = queue.SimpleQueue()
+    with mailed(CALM) as (broker, mailbox):
+        broker.send(Evaluate(version=0))
+        broker.send(Evaluate(version=1))
+        assert mailbox.receive(PATIENCE_S).message == Evaluate(version=0)
+        with mailbox._changed:
+            mailbox._changed.wait_for(lambda: mailbox._inbox, PATIENCE_S)
+        mailbox.listen(shown.put)
+        broker.send(Evaluate(version=2))
+        for version in (1, 2):  # nobody receives meanwhile
+            assert shown.get(timeout=PATIENCE_S) == Evaluate(version=version)
+        for version in (1, 2):
+            assert mailbox.receive(PATIENCE_S).message == Evaluate(version=version)
+        assert shown.empty()
+
+
+def test_an_error_of_a_listener_is_raised_by_the_next_call():
+    def refuse(message):
+        raise ProtocolError(f"version {message.version} came twice")
+
+    with mailed(CALM) as (broker, mailbox):
+        mailbox.listen(refuse)
+        broker.send(Evaluate(version=3))
+        with pytest.raises(ProtocolError, match="version 3 came twice"):
+            mailbox.receive(PATIENCE_S)
+
+
 def test_a_refusal_in_mid_run_is_raised():
     with mailed(CALM) as (broker, mailbox):
         broker.send(Refuse(reason="who are you"))
