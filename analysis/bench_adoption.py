@@ -15,15 +15,18 @@ and weights adopted between two steps as soon as they are staged.
 | stall_ms                  | gap_ms less one median step for each batch that came in it: how much   |
 |                           | later than without an adoption the new tokens are                      |
 | publish_to_first_token_ms | from the call of `Publisher.publish` to the first new tokens           |
-| announced_ms, stage_ms    | of digesting; of mapping, checking and copying to the GPU              |
+| announced_ms, stage_ms    | of digesting; of mapping, copying to the GPU and checking there        |
+| notice_ms, first_token_ms | until the loop asks; from the end of `Engine.adopt` to new tokens      |
 | snapshot_ms               | of `Snapshotter.take`                                                  |
 
 Tokens a second with publications are compared with those of the same engine without any.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
+import queue
 import statistics
 import sys
 import threading
@@ -41,11 +44,12 @@ from asyncrl.config import VllmEngineConfig
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.generator.engines import prepare_vllm
 from asyncrl.telemetry.provenance import provenance
-from asyncrl.weights.buffers import remove_leftovers
+from asyncrl.weights.buffers import MAX_BUFFERS, remove_leftovers
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import Snapshotter
 from asyncrl.weights.staging import DeviceStaging
 from asyncrl.weights.subscriber import Subscriber
+from asyncrl.wire.messages import Announcement
 
 RUN_ID = "bench-adoption"
 GROUP_SIZE = 8
@@ -192,16 +196,33 @@ class Bench:
             return outputs
 
         engine._core.poll = timed_poll
+        self._heard: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
+        self._done = threading.Event()
+        self._ear = threading.Thread(target=self._hear, daemon=True)
+        self._ear.start()
+
+    def _hear(self) -> None:
+        """As the mailbox's thread does: an announced version is fetched at once."""
+        with contextlib.suppress(EOFError):  # a learner that failed has said why
+            while not self._done.is_set():
+                if not self._pipe.poll(0.1):
+                    continue
+                message = self._pipe.recv()
+                if isinstance(message, Announcement):
+                    self._subscriber.start(message)
+                self._heard.put((time.monotonic(), message))
 
     def run(self) -> Row:
-        """Warm up (the first adoption tries ways of loading), then with and without publications."""
-        self._decode(publications=2, record=[])
+        """Warm up (the first adoption tries ways of loading, the first of each file pins it); measure."""
+        self._decode(publications=MAX_BUFFERS + 1, record=[])
         plain = self._decode(seconds=8.0)
         rows: list[Row] = []
         published = self._decode(publications=self._options.publications, record=rows)
         again = self._decode(seconds=8.0)
         for request_id in range(self._next_id):
             self._engine.abort(request_id)
+        self._done.set()
+        self._ear.join()
         undisturbed = statistics.median([plain["tokens_per_s"], again["tokens_per_s"]])
         lost_s = published["seconds"] * (1 - published["tokens_per_s"] / undisturbed)
         result: Row = {
@@ -272,13 +293,12 @@ class Bench:
         return any(row.starts and row.starts[-1][0] == self._engine.version for row in rows)
 
     def _listen(self, facts: Row) -> None:
-        while self._pipe.poll():
-            match self._pipe.recv():
-                case ("published", _, began_s, taken_s):
+        while not self._heard.empty():
+            match self._heard.get():
+                case (_, ("published", _, began_s, taken_s)):
                     facts |= {"began_s": began_s, "taken_s": taken_s}
-                case announcement:
-                    facts["announced_s"] = time.monotonic()
-                    self._subscriber.start(announcement)
+                case (heard_s, _):
+                    facts["announced_s"] = heard_s
 
     def _adopt(self, facts: Row) -> None:
         staged = self._subscriber.ready()
@@ -291,8 +311,10 @@ class Bench:
             "adopted": True,
             "staged_s": staged.end_s,
             "stage_s": staged.end_s - staged.start_s,
+            "notice_s": began_s - staged.end_s,
         }
         facts["adopt_s"] = time.monotonic() - began_s
+        facts["ended_s"] = time.monotonic()
         staged.release()
 
     def _row(self, facts: Row, steps: list[float]) -> Row:
@@ -307,6 +329,8 @@ class Bench:
             "snapshot_ms": 1e3 * (facts["taken_s"] - facts["began_s"]),
             "announced_ms": 1e3 * (facts["announced_s"] - facts["taken_s"]),
             "stage_ms": 1e3 * facts["stage_s"],
+            "notice_ms": 1e3 * facts["notice_s"],
+            "first_token_ms": 1e3 * (now_s - facts["ended_s"]),
         }
 
 

