@@ -31,7 +31,7 @@ for step in "${@:2}"; do
     bench) timeout 420 python3 analysis/bench_vllm_engine.py --shapes 135m 1.4b --cases plain engine keep \
       --num 64 512 1024 --repeats 2 --sources host --limit-s 110 --out /tmp/bench
       cp /tmp/bench/*.json "$out/"; tar czf "$out/bench_logs.tgz" -C /tmp/bench --exclude models . ;;
-    throughput) timeout 480 python3 analysis/bench_vllm_throughput.py --repeats 1 --total-s 400 --out /tmp/throughput
+    throughput) timeout 570 python3 analysis/bench_vllm_throughput.py --repeats 1 --total-s 520 --out /tmp/throughput
       cp /tmp/throughput/vllm_throughput.json "$out/vllm_throughput_h200.json"
       tar czf "$out/throughput_logs.tgz" -C /tmp/throughput --exclude models . ;;
     variants) timeout 590 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --num 1024 \
