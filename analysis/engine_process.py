@@ -161,7 +161,8 @@ def _start(job: Job) -> Callable[..., Any]:
     )
     more = {"load_format": "dummy", **more}
     if not job.eager:
-        more["cudagraph_capture_sizes"] = graph_sizes(job)
+        graphs = graph_sizes(job)
+        more |= {"cudagraph_capture_sizes": graphs, "max_cudagraph_capture_size": graphs[-1]}
     options = argparse.Namespace(prompt_tokens=job.prompt_tokens)
     if job.kind == "plain":
         return start_plain(job.model, config, more, options)

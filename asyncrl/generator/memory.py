@@ -37,7 +37,10 @@ from asyncrl.generator.model_facts import ModelFacts
 log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens of one step of an engine that shares its GPU; vLLM's own choice is twice as many."""
+"""Prompt tokens of one step of an engine that shares its GPU, about; one alone has twice as many."""
+
+LARGEST_GRAPH = 512
+"""vLLM's own limit: larger batches run without a graph."""
 
 LOGIT = 16
 GRAPHS = 51
@@ -133,7 +136,6 @@ def shared_gpu_arguments(
         # What vLLM wants to find free when it starts; it takes what is said below.
         "gpu_memory_utilization": split.share / total_bytes,
         "kv_cache_memory_bytes": split.cache,
-        "max_num_batched_tokens": prefill_tokens(config),
     }
 
 
@@ -185,13 +187,26 @@ def activation_bytes(config: VllmEngineConfig, model: ModelFacts, dtype: torch.d
     width = 4 * model.hidden_size + 4 * widest // config.tensor_parallel_size
     sequences = config.max_concurrent_completions + 1
     scored = min(_MAX_SCORED_TOKENS, config.max_prompt_tokens + config.max_completion_tokens)
-    layers = prefill_tokens(config) * dtype.itemsize * width
+    layers = prefill_tokens(config, _context(config, model)) * dtype.itemsize * width
     return layers + (sequences + scored) * model.vocabulary * LOGIT
 
 
-def prefill_tokens(config: VllmEngineConfig) -> int:
-    """What vLLM calls max_num_batched_tokens: every running sequence must have its token in a step."""
-    return max(PREFILL_TOKENS, config.max_concurrent_completions + 1)
+def prefill_tokens(config: VllmEngineConfig, context: int) -> int:
+    """What vLLM calls max_num_batched_tokens: the same number for each sequence, at most `context`.
+
+    While it starts, 0.26 runs a batch of that many tokens, cut over all sequences, with the remainder
+    given to the last. One that is longer than `context` reads cache blocks from beyond the end of their
+    table: now and then an illegal memory access, before the first request.
+    """
+    sequences = config.max_concurrent_completions + 1
+    budget = PREFILL_TOKENS * (2 if config.engines_per_gpu == 1 else 1)
+    return sequences * max(1, min(budget // sequences, context))
+
+
+def largest_graph(config: VllmEngineConfig, context: int) -> int:
+    """Of the batches of which CUDA graphs are captured: they are cut over the sequences likewise."""
+    sequences = config.max_concurrent_completions + 1
+    return min(LARGEST_GRAPH, 2 * sequences, sequences + context - 1)
 
 
 def cache_bytes_per_token(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype) -> int:

@@ -28,7 +28,7 @@ from asyncrl.generator.choice import COUNTS, Choice, Option, choose, rows_each, 
 from asyncrl.generator.engine import Engine, SampleRequest
 from asyncrl.generator.engines import prepare_vllm
 from asyncrl.generator.hf_model import choose_device, choose_dtype
-from asyncrl.generator.memory import NO_LORA, divide, prefill_tokens
+from asyncrl.generator.memory import LARGEST_GRAPH, NO_LORA, divide, prefill_tokens
 from asyncrl.generator.model_facts import ModelFacts, describe_model
 
 MAX_CONTEXT = 1024
@@ -37,9 +37,6 @@ MAX_CONTEXT = 1024
 SETTLE_STEPS, TIMED_STEPS, PROFILED_STEPS = 4, 24, 12
 _TIMED_S = 10.0
 """Fewer steps are timed if they take longer in all."""
-
-LARGEST_GRAPH = 512
-"""vLLM's own limit: larger batches run without a graph."""
 
 
 def run(
@@ -152,7 +149,8 @@ def measure(
     settings = config.engine
     assert isinstance(settings, VllmEngineConfig), "checked by the caller"
     context = min(MAX_CONTEXT, settings.max_prompt_tokens + settings.max_completion_tokens // 2)
-    num_steps = math.ceil((sizes[0] + 1) * context / prefill_tokens(settings))
+    largest = settings.model_copy(update={"max_concurrent_completions": sizes[0] + 1})
+    num_steps = math.ceil((sizes[0] + 1) * context / prefill_tokens(largest, context))
     num_steps += 2 + SETTLE_STEPS + TIMED_STEPS + PROFILED_STEPS
     context = max(1, min(context, model.num_positions - num_steps))
     changes = {
@@ -163,8 +161,9 @@ def measure(
     }
     more: dict[str, object] = {"load_format": "dummy"}
     if torch.cuda.is_available():
-        more["max_num_batched_tokens"] = prefill_tokens(settings)
-        more["cudagraph_capture_sizes"] = sorted({min(size, LARGEST_GRAPH) for size in sizes})
+        more["max_num_batched_tokens"] = prefill_tokens(largest, context)
+        graphs = sorted({min(size, LARGEST_GRAPH) for size in sizes})
+        more |= {"cudagraph_capture_sizes": graphs, "max_cudagraph_capture_size": graphs[-1]}
     engine = VllmEngine(
         config.model.path,
         settings.model_copy(update=changes),

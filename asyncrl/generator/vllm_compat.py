@@ -38,7 +38,12 @@ from asyncrl.errors import ConfigError, WeightMismatchError
 from asyncrl.generator.engine import Precision
 from asyncrl.generator.engine_workers import EngineWorkers
 from asyncrl.generator.hf_model import choose_device, choose_dtype
-from asyncrl.generator.memory import NO_LORA, shared_gpu_arguments
+from asyncrl.generator.memory import (
+    NO_LORA,
+    largest_graph,
+    prefill_tokens,
+    shared_gpu_arguments,
+)
 from asyncrl.generator.model_facts import ModelFacts
 from asyncrl.generator.vllm_failures import start_failure
 from asyncrl.generator.vllm_reload import Reloader
@@ -114,7 +119,10 @@ def engine_arguments(
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, context),
         }
-    elif config.engines_per_gpu != 1:
+        return arguments
+    arguments["max_num_batched_tokens"] = prefill_tokens(config, context)
+    arguments["max_cudagraph_capture_size"] = largest_graph(config, context)
+    if config.engines_per_gpu != 1:
         total_bytes = current_platform.get_device_total_memory()
         arguments |= shared_gpu_arguments(
             config, model, dtype, total_bytes=total_bytes, lora=lora, max_staleness=max_staleness

@@ -12,6 +12,8 @@ from asyncrl.generator.memory import (
     PROCESS,
     cache_bytes_per_token,
     divide,
+    largest_graph,
+    prefill_tokens,
     staging_bytes,
     weight_bytes,
 )
@@ -48,17 +50,36 @@ def engine(**changes: object) -> VllmEngineConfig:
     return VllmEngineConfig.model_validate(settings | changes)
 
 
+@given(st.integers(1, 3000), st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([1, 3]))
+def test_no_part_of_vllms_trial_batches_is_longer_than_the_context(
+    completions, prompt, answer, engines
+):
+    config = VllmEngineConfig(
+        max_concurrent_completions=completions, max_prompt_tokens=prompt,
+        max_completion_tokens=answer, engines_per_gpu=engines,
+    )  # fmt: skip
+    sequences, context = completions + 1, prompt + answer
+    tokens = prefill_tokens(config, context)
+    batches = [tokens, *range(sequences, largest_graph(config, context) + 1)]
+    # vLLM gives every sequence as many, and the last one the rest as well.
+    assert all(batch // sequences + batch % sequences <= context for batch in batches)
+    budget = 16_384 if engines == 1 else 8192
+    # As many as vLLM would take, but for a part of one token for each sequence, and none too many.
+    assert min(budget - sequences, sequences * context) <= tokens <= max(budget, sequences)
+    assert largest_graph(config, context) <= 512
+
+
 def test_the_share_of_an_engine_is_weights_twice_activations_graphs_process_and_cache() -> None:
     found = divide(engine(gpu_memory_utilization=0.5), model(), BF16, total_bytes=8 * GIB)
     assert found.share == 2 * GIB  # 8 GiB * 0.5 / 2
     # Embedding and head are one: 1000 * 64 + 2 * 256 * 64 + 64 = 96,832 numbers of 2 bytes.
     assert found.weights == found.staging == 193_664
-    # 8192 tokens * 2 bytes * (4 * 64 + 4 * 256) = 20,971,520; and logits of 64 + 1 sequences and of a
-    # scored one of 100 + 20 tokens: 185 * 1000 * 16 = 2,960,000.
-    assert found.activations == 23_931_520
+    # A step has at most 65 sequences of 100 + 20 tokens, 7,800 < 8,192: 7,800 * 2 bytes *
+    # (4 * 64 + 4 * 256) = 19,968,000; and logits of 65 and of a scored one: 185 * 1000 * 16 = 2,960,000.
+    assert found.activations == 22_928_000
     assert found.graphs == 40_108_032  # 2 kinds * 51 sizes * 1 layer * 393,216
-    # 2,147,483,648 - 2 * 193,664 - 23,931,520 - 40,108,032 - 1,610,612,736
-    assert found.cache == 472_444_032
+    # 2,147,483,648 - 2 * 193,664 - 22,928,000 - 40,108,032 - 1,610,612,736
+    assert found.cache == 473_447_552
 
 
 def test_eager_engines_have_no_graphs() -> None:
@@ -97,8 +118,8 @@ def test_engines_that_are_cut_over_two_gpus_hold_half_of_the_weights_on_each() -
     assert weight_bytes(engine(tensor_parallel_size=2), model(), BF16) == 96_832
     one = divide(engine(), model(), BF16, total_bytes=80 * GIB)
     two = divide(engine(tensor_parallel_size=2), model(), BF16, total_bytes=80 * GIB)
-    # Of the activations the MLP's part is halved: 8192 * 2 * (4 * 256 / 2) = 8,388,608.
-    assert one.activations - two.activations == 8_388_608
+    # Of the activations the MLP's part is halved: 7800 * 2 * (4 * 256 / 2) = 7,987,200.
+    assert one.activations - two.activations == 7_987_200
 
 
 @pytest.mark.parametrize(("gpus", "share"), [(1, 256), (2, 128), (4, 128)])
@@ -120,7 +141,7 @@ def test_what_does_not_fit_is_told_in_figures_with_the_keys_to_change() -> None:
     text = str(caught.value)
     assert "engine.engines_per_gpu=4: each engine has 1.49 GiB" in text
     assert "engine.gpu_memory_utilization=0.85 of 7.00 GiB" in text
-    # 1.5 GiB + 387,328 + 23,931,520 + 40,108,032 + 120 tokens * 128 numbers * 2 bytes = 1.56 GiB
+    # 1.5 GiB + 387,328 + 22,928,000 + 40,108,032 + 120 tokens * 128 numbers * 2 bytes = 1.56 GiB
     assert "needs 1.56 GiB: 0.00 for weights, 0.00 for copies for adoption, 0.02 for" in text
     assert "0.00 for the cache of one completion of 120 tokens" in text
     assert text.endswith("lower engine.engines_per_gpu, or raise engine.gpu_memory_utilization")
@@ -128,7 +149,7 @@ def test_what_does_not_fit_is_told_in_figures_with_the_keys_to_change() -> None:
 
 def test_the_last_byte_decides() -> None:
     """A completion of 120 tokens needs 120 * 128 * 2 = 30,720 bytes of cache."""
-    needed = 387_328 + 23_931_520 + 40_108_032 + PROCESS + 30_720
+    needed = 387_328 + 22_928_000 + 40_108_032 + PROCESS + 30_720
     exact = engine(gpu_memory_utilization=1.0, engines_per_gpu=1)
     assert divide(exact, model(), BF16, total_bytes=needed).cache == 30_720
     with pytest.raises(ConfigError, match=r"lower engine\.engines_per_gpu$"):

@@ -128,7 +128,6 @@ def test_one_of_several_engines_is_told_its_part_of_the_gpu_before_vllm_looks_at
     assert found == {
         "gpu_memory_utilization": pytest.approx(0.2),  # 0.8 of it among 4
         "kv_cache_memory_bytes": split.cache,
-        "max_num_batched_tokens": 8192,
     }
     with pytest.raises(ConfigError, match=r"engines_per_gpu=4: each engine has 0\.20 GiB"):
         compat.shared_gpu_arguments(config, model, torch.bfloat16, total_bytes=2**30)
