@@ -31,7 +31,7 @@ for step in "${@:2}"; do
     bench) timeout 420 python3 analysis/bench_vllm_engine.py --shapes 135m 1.4b --cases plain engine keep \
       --num 64 512 1024 --repeats 2 --sources host --limit-s 110 --out /tmp/bench
       cp /tmp/bench/*.json "$out/"; tar czf "$out/bench_logs.tgz" -C /tmp/bench --exclude models . ;;
-    throughput) timeout 570 python3 analysis/bench_vllm_throughput.py --repeats 1 --total-s 520 --out /tmp/throughput
+    throughput) timeout 570 python3 analysis/bench_vllm_throughput.py --shapes ${SHAPES:-1.4b 135m} --repeats 1 --total-s 520 --out /tmp/throughput
       cp /tmp/throughput/vllm_throughput.json "$out/vllm_throughput_h200.json"
       tar czf "$out/throughput_logs.tgz" -C /tmp/throughput --exclude models . ;;
     variants) timeout 590 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --num 1024 \
@@ -55,15 +55,17 @@ make_model(Path('$model'), '$shape')"
         --limit-s 110 --switch-ms "$switch" --out /tmp/lora
       cp /tmp/lora/lora_adoption_1.4b.json "$out/lora_switch_$switch.json" ;;
     sweep) gpus=($(nvidia-smi --query-gpu=index --format=csv,noheader))
+      sweep=(python3 -m asyncrl sweep launch/sweep_staleness_1gpu.toml out=/tmp/sweep
+        set.engine.gpu_memory_utilization=0.12 ${SWEEP_SET:-})
       for i in 0 1 2 3 4 5 6 7 8; do
-        gpu=${gpus[$((i % ${#gpus[@]}))]}
-        CUDA_VISIBLE_DEVICES=$gpu timeout 560 taskset -c $((3 * i))-$((3 * i + 2)) python3 -m asyncrl sweep launch/sweep_staleness_1gpu.toml --shard $i/9 \
-          out=/tmp/sweep set.engine.gpu_memory_utilization=0.12 >"$out/sweep_$i.log" 2>&1 &
-        sleep $((24 / ${#gpus[@]}))
+        CUDA_VISIBLE_DEVICES=${gpus[$((i % ${#gpus[@]}))]} timeout "${SWEEP_S:-560}" \
+          taskset -c $((3 * i))-$((3 * i + 2)) "${sweep[@]}" --shard $i/9 >"$out/sweep_$i.log" 2>&1 &
+        sleep 6
       done
       wait
-      python3 -m asyncrl sweep launch/sweep_staleness_1gpu.toml --report out=/tmp/sweep \
-        set.engine.gpu_memory_utilization=0.12 2>&1 | tail -n 30 ;;
+      tail -n 2 "$out"/sweep_?.log | cut -c1-200
+      "${sweep[@]}" --report 2>&1 | tail -n 30; cp /tmp/sweep/sweep.json "$out/sweep_135m_h200.json"
+      tar czf "$out/sweep.tgz" -C /tmp --exclude checkpoints sweep ;;
     tests) timeout 200 python3 -m pytest -q -s -p no:cacheprovider tests/gpu >"$out/tests_gpu.log" 2>&1
       grep -E "^(recompute|keep|fp8)|passed|failed|^(FAILED|ERROR|E  )" "$out/tests_gpu.log" | cut -c1-300 ;;
     conformance) timeout 200 python3 -m pytest -q -x -p no:cacheprovider tests/unit/test_engine_conformance.py \
