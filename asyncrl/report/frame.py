@@ -69,7 +69,7 @@ def _head(state: RunState) -> RenderableType:
     line = Text.assemble(
         (plain(str(setting(state.config, "name") or "run"), 80), "bold"), "  ",
         (verdict, f"bold {_STYLE.get(verdict, 'white')}"),
-        f"  step {done}" + (f" of {total}" if total else ""),
+        f"  {done} of {total} steps" if total else f"  {done} steps",
     )  # fmt: skip
     if verdict == "running" and total and state.seconds and done < total:
         recent = statistics.median(list(state.seconds.values())[-20:])

@@ -50,8 +50,9 @@ class Follower:
 def step_line(
     record: Mapping[str, Any], pipeline: PipelineConfig, split: Split | None = None
 ) -> str:
-    """One step: reward, staleness, both sides' rates and busy shares, where the learner's time went;
-    below it, which side waits and what would help, and what began to deserve attention.
+    """One step by its number, as in metrics.jsonl, and the version that it makes: reward, staleness, both
+    sides' rates and busy shares, where the learner's time went; below it, which side waits and what would
+    help, and what began to deserve attention.
     """
 
     def number(name: str, form: str = ".2f") -> str:
@@ -78,9 +79,10 @@ def step_line(
     advice = f"\n  {waits.text}" if waits.limit != "none" else ""
     alerts = "".join(f"\n  ALERT {text}" for text in record.get("new_alerts", ()))
     return (
-        f"version {record['version']:>3}/{pipeline.num_steps}  reward {number('reward/mean')}{unscored}  "
-        f"staleness {number('staleness/mean')} (max {number('staleness/max', '.0f')} of "
-        f"{limit})  generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
+        f"step {record['step']:>3} -> version {record['version']:>3}/{pipeline.num_steps}  "
+        f"reward {number('reward/mean')}{unscored}  staleness {number('staleness/mean')} "
+        f"(max {number('staleness/max', '.0f')} of {limit})  "
+        f"generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
         f"{number('generator/busy_frac', '.0%')} busy  train "
         f"{number('rate/trained_tokens_per_s', '.0f')} tok/s {number('learner/busy_frac', '.0%')} "
         f"busy  [{step_s:.1f} s: {', '.join(shares)}]{lost}{skipped}{advice}{alerts}"

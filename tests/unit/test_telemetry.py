@@ -189,9 +189,16 @@ def test_offline_wandb_keeps_every_row_in_its_own_file(tmp_path: Path) -> None:
     assert sink.num_dropped == 0
 
 
+def test_the_line_of_a_step_has_its_number_on_record_and_the_version_that_it_makes() -> None:
+    # Step s trains version s into s + 1; the last of 24 steps is step 23.
+    record = {"step": 23, "version": 24, "time/step_s": 1.0}
+    line = step_line(record, PipelineConfig(num_steps=24))
+    assert line.startswith("step  23 -> version  24/24  reward")
+
+
 def test_a_step_tells_how_many_groups_were_dropped(tmp_path: Path) -> None:
     record = {
-        "version": 3, "time/step_s": 1.0, "ledger/admitted": 40.0, "ledger/trained": 24.0,
+        "step": 2, "version": 3, "time/step_s": 1.0, "ledger/admitted": 40.0, "ledger/trained": 24.0,
         "ledger/dropped_stale": 2.0, "ledger/dropped_filtered": 9.0,
     }  # fmt: skip
     assert "  dropped 11 of 40 groups so far" in step_line(record, PipelineConfig())
