@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +95,18 @@ def dropped_groups(record: Mapping[str, Any]) -> int:
 
 
 def eval_line(record: Mapping[str, Any]) -> str:
-    """One evaluation."""
-    sampled = record["num_samples"] + record["num_unscored"]
+    """One evaluation. Records of earlier releases do not say of how many prompts the samples are."""
+    samples = f"{record['num_samples'] + record['num_unscored']} samples"
+    if "num_prompts" in record:
+        samples += f" of {record['num_prompts']} prompts"
     if record["mean_score"] is None:
         return (
             f"held-out score unknown at version {record['version']} "
-            f"(no sample of {sampled} was scored, {record['seconds']:.0f} s)"
+            f"(none of {samples} was scored, {record['seconds']:.0f} s)"
         )
     return (
         f"held-out score {record['mean_score']:.3f} at version {record['version']} "
-        f"({record['num_samples']} of {sampled} samples scored, {record['seconds']:.0f} s)"
+        f"({record['num_samples']} of {samples} scored, {record['seconds']:.0f} s)"
     )
 
 
@@ -131,14 +133,21 @@ def summary(run_dir: Path) -> dict[str, Any]:
         found["reward_last"] = round(rewards[-1], 4)
     if steps and (dropped := dropped_groups(steps[-1])):
         found["dropped_groups"] = dropped
-    if evals:
-        scored = [e for e in evals if e["mean_score"] is not None]
-        ends = {"held_out_before": evals[0]}
-        if evals[-1]["version"] > evals[0]["version"]:
-            ends["held_out_after"] = evals[-1]
-        for name, end in ends.items():
-            if end["mean_score"] is not None:
-                found[name] = round(end["mean_score"], 4)
-        found["held_out_samples"] = evals[-1]["num_samples"]
-        found["held_out_curve"] = [[e["version"], round(e["mean_score"], 4)] for e in scored]
-    return found | run_times(run_dir)
+    return found | (_held_out(evals) if evals else {}) | run_times(run_dir)
+
+
+def _held_out(evals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same of the evaluations, at least one, by version."""
+    found: dict[str, Any] = {}
+    ends = {"held_out_before": evals[0]}
+    if evals[-1]["version"] > evals[0]["version"]:
+        ends["held_out_after"] = evals[-1]
+    for name, end in ends.items():
+        if end["mean_score"] is not None:
+            found[name] = round(end["mean_score"], 4)
+    found["held_out_samples"] = evals[-1]["num_samples"]
+    if "num_prompts" in evals[-1]:
+        found["held_out_prompts"] = evals[-1]["num_prompts"]
+    scored = [e for e in evals if e["mean_score"] is not None]
+    found["held_out_curve"] = [[e["version"], round(e["mean_score"], 4)] for e in scored]
+    return found

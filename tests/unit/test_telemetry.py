@@ -123,12 +123,27 @@ def test_an_evaluation_without_a_score_is_no_score_of_the_summary(
     assert found["held_out_curve"] == curve
 
 
-def test_the_line_of_an_evaluation_says_how_many_samples_were_scored_or_that_none_was() -> None:
+def test_the_line_of_an_evaluation_says_how_many_samples_of_how_many_prompts_were_scored() -> None:
     record = {"version": 3, "mean_score": 0.25, "num_samples": 6, "num_unscored": 2, "seconds": 1.0}
     assert eval_line(record) == "held-out score 0.250 at version 3 (6 of 8 samples scored, 1 s)"
-    record |= {"mean_score": None, "num_samples": 0, "num_unscored": 8}
-    expected = "held-out score unknown at version 3 (no sample of 8 was scored, 1 s)"
+    record["num_prompts"] = 2
+    expected = "held-out score 0.250 at version 3 (6 of 8 samples of 2 prompts scored, 1 s)"
     assert eval_line(record) == expected
+    record |= {"mean_score": None, "num_samples": 0, "num_unscored": 8}
+    expected = (
+        "held-out score unknown at version 3 (none of 8 samples of 2 prompts was scored, 1 s)"
+    )
+    assert eval_line(record) == expected
+
+
+def test_the_summary_says_of_how_many_prompts_the_held_out_samples_are(tmp_path: Path) -> None:
+    record = {"version": 0, "mean_score": 0.5, "num_samples": 6, "num_unscored": 2}
+    path = tmp_path / "evals.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    assert "held_out_prompts" not in summary(tmp_path)  # of a release that did not record it
+    path.write_text(json.dumps(record | {"num_prompts": 2}) + "\n")
+    found = summary(tmp_path)
+    assert (found["held_out_samples"], found["held_out_prompts"]) == (6, 2)
 
 
 def test_summary_of_a_run_that_left_nothing_is_not_an_error(tmp_path: Path) -> None:
