@@ -6,7 +6,7 @@ has the windows of its surviving history. Times are seconds since the run's firs
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -102,8 +102,13 @@ def causes_by_step(lives: Sequence[Life]) -> dict[int, dict[str, Causes]]:
     return found
 
 
-def strips(lives: Sequence[Life], split: Split | None) -> dict[str, Any]:
-    """Each process in equal bins over the run and over its training, the steps' ends, who waits."""
+def strips(
+    lives: Sequence[Life], split: Split | None, alerts: Collection[str] = ()
+) -> dict[str, Any]:
+    """Each process in equal bins over the run and over its training, the steps' ends, who waits.
+
+    `alerts` are the names of those that were on in any step.
+    """
     if not lives:
         return {}
     zero_s = min(life.start_s for life in lives)
@@ -129,7 +134,7 @@ def strips(lives: Sequence[Life], split: Split | None) -> dict[str, Any]:
             [step, round(start - zero_s, 3), round(end - zero_s, 3)]
             for step, (start, end) in sorted(step_windows(lives).items())
         ],
-        **_whole(lives, training or whole, split),
+        **_whole(lives, training or whole, split, alerts),
     }
 
 
@@ -163,13 +168,17 @@ def _meanwhile(lives: Sequence[Life], window: Interval) -> Causes:
     return {cause: seconds / total for cause, seconds in spent.items()} if total > 0 else {}
 
 
-def _whole(lives: Sequence[Life], window: Interval, split: Split | None) -> dict[str, Any]:
+def _whole(
+    lives: Sequence[Life], window: Interval, split: Split | None, alerts: Collection[str]
+) -> dict[str, Any]:
     """Shares of the training as a whole, and the sentence about them.
 
     The window of a resumed run holds the start-up of its later attempts, which `diagnose` takes out; so
     do the shares, unless start-up is what the sentence names.
     """
-    found = diagnose(kind_shares(lives, window), split, meanwhile=_meanwhile(lives, window))
+    found = diagnose(
+        kind_shares(lives, window), split, meanwhile=_meanwhile(lives, window), alerts=alerts
+    )
     spent = {kind: spread([li for li in lives if li.kind == kind], [window])[0] for kind in KINDS}
     if found.limit != "start":
         for causes in spent.values():

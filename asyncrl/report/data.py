@@ -14,6 +14,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def collect(run_dir: Path, *, budget_bytes: int = BUDGET_BYTES) -> dict[str, Any
     lives = read_lives(run_dir)
     by_step = causes_by_step(lives)
     kinds = [by_step.get(record["step"]) or _from_record(record) for record in records]
+    on = [record.get("alerts", []) for record in records]
     drops = (fit(drop, DROP) for drop in read_lines(run_dir / "drops.jsonl"))
     return {
         "run": _run(run_dir, config, text),
@@ -65,16 +67,16 @@ def collect(run_dir: Path, *, budget_bytes: int = BUDGET_BYTES) -> dict[str, Any
                 for record in records
                 for note in record.get("new_alerts", ())
             ],
-            "on": [record.get("alerts", []) for record in records],
+            "on": on,
             "skipped": [record.get("skipped", "") for record in records],
-            "times": [[e.seconds, e.usual_s, e.slow, e.text] for e in explain(kinds)],
+            "times": [[e.seconds, e.usual_s, e.slow, e.text] for e in explain(kinds, on)],
         },
         "evals": read_by(run_dir / "evals.jsonl", "version", EVAL),
         "drops": [{k: v for k, v in drop.items() if k != "payload"} for drop in drops],
         "causes": {
             "by_step": [_rounded(part) for part in kinds],
             "exact": [step in by_step for step in steps],
-            "strips": strips(lives, read_split(run_dir)),
+            "strips": strips(lives, read_split(run_dir), set(chain.from_iterable(on))),
         },
         "rollouts": browse(run_dir, budget_bytes=budget_bytes).as_json(),
         "glossary": glossary(),

@@ -143,7 +143,7 @@ def _time(state: RunState) -> RenderableType:
         spent = ", ".join(f"{cause} {share:.0%}" for cause, share in main)
         bar.append(plain(f" waits {waits:.0%}; {spent}", _WIDEST))
         _add(table, kind, bar)
-    found = diagnose(shares, state.split)
+    found = diagnose(shares, state.split, alerts=state.last.get("alerts", ()))
     return Panel(
         Group(table, Text(plain(found.text, _WIDEST), "bold")),
         title="who waits",

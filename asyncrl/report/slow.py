@@ -38,13 +38,23 @@ class StepTime:
     text: str
 
 
-def explain(steps: Sequence[Kinds]) -> list[StepTime]:
-    """One explanation a step; a step without the learner's causes took no known time."""
+def explain(
+    steps: Sequence[Kinds], alerts: Sequence[Sequence[str]] | None = None
+) -> list[StepTime]:
+    """One explanation a step; a step without the learner's causes took no known time.
+
+    `alerts` are the names of those that were on in each step.
+    """
     seconds = [sum(kinds.get("learner", {}).values()) for kinds in steps]
-    return [_explain(steps, seconds, index) for index in range(len(steps))]
+    return [
+        _explain(steps, seconds, index, alerts[index] if alerts else ())
+        for index in range(len(steps))
+    ]
 
 
-def _explain(steps: Sequence[Kinds], seconds: Sequence[float], index: int) -> StepTime:
+def _explain(
+    steps: Sequence[Kinds], seconds: Sequence[float], index: int, alerts: Sequence[str]
+) -> StepTime:
     around = [
         i
         for i in range(max(0, index - _NEIGHBOURS), min(len(steps), index + _NEIGHBOURS + 1))
@@ -52,7 +62,7 @@ def _explain(steps: Sequence[Kinds], seconds: Sequence[float], index: int) -> St
     ]
     mine_s = seconds[index]
     if mine_s == 0 or not around:
-        return StepTime(mine_s, mine_s, False, _sentence(steps[index], {}))
+        return StepTime(mine_s, mine_s, False, _sentence(steps[index], {}, alerts))
     usual_s = statistics.median(seconds[i] for i in around)
     names = {name for i in (*around, index) for name in steps[i].get("learner", {})}
     usual = {
@@ -63,10 +73,13 @@ def _explain(steps: Sequence[Kinds], seconds: Sequence[float], index: int) -> St
     text = f"{_time(mine_s)}, usual are {_time(usual_s)}"
     if usual_s > 0 and slow:
         text = f"{_time(mine_s)}, {mine_s / usual_s:.1f} times the usual {_time(usual_s)}"
-    return StepTime(mine_s, usual_s, slow, f"{text}. {_sentence(steps[index], usual, slow=slow)}")
+    why = _sentence(steps[index], usual, alerts, slow=slow)
+    return StepTime(mine_s, usual_s, slow, f"{text}. {why}")
 
 
-def _sentence(kinds: Kinds, usual: Mapping[str, float], *, slow: bool = False) -> str:
+def _sentence(
+    kinds: Kinds, usual: Mapping[str, float], alerts: Sequence[str], *, slow: bool = False
+) -> str:
     learner, generator = kinds.get("learner", {}), kinds.get("generator", {})
     parts = []
     if slow:
@@ -79,7 +92,7 @@ def _sentence(kinds: Kinds, usual: Mapping[str, float], *, slow: bool = False) -
         )
         if "wait_batch" in [name for _, name in more] and generator:
             parts.append("meanwhile the generators spent " + _spent(generator))
-    limit = diagnose(_shares(kinds))
+    limit = diagnose(_shares(kinds), alerts=alerts)
     if limit.limit != "none":
         parts.append(limit.text)
     return ("; ".join(parts) + ".") if parts else "Neither side waited much."

@@ -26,9 +26,11 @@ that are busy, W = GPUs of a side * share of time in which it does not wait. If 
 evenly among its GPUs, both sides are always busy when the learner has N * W_l / (W_l + W_g) of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from asyncrl.telemetry.alerts import about_staleness
 
 Limit = Literal[
     "none", "learner", "checkpoint", "generation", "scoring", "weights", "evaluation", "overhead",
@@ -83,6 +85,7 @@ def diagnose(
     split: Split | None = None,
     *,
     meanwhile: Mapping[str, float] | None = None,
+    alerts: Iterable[str] = (),
 ) -> Diagnosis:
     """Name what limits a run.
 
@@ -92,6 +95,8 @@ def diagnose(
         split: of the run's GPUs, if there is one.
         meanwhile: cause -> share of the generators' time in the seconds in which the learner had no
             batch, from a trace: what it waited for, where `shares` alone only bound it.
+        alerts: names of the alerts that are on; more staleness is not advised without naming those that
+            speak against it.
     """
     if (late := _late(shares.get("learner", {}), shares.get("generator", {}))) is not None:
         return late
@@ -109,6 +114,10 @@ def diagnose(
     if cost < QUIET:
         return Diagnosis("none", cost, f"neither side waits for more than {QUIET:.0%} of its time")
     text = _SENTENCES[limit](learner, generator, shares.get("scorer", {}))
+    if against := about_staleness(alerts):
+        text = text.replace(
+            _STALER, f"{_STALER}, but alerts speak against it: {', '.join(against)}"
+        )
     if split is not None and limit in ("learner", "generation"):
         text += _better(split, learner, generator)
     return Diagnosis(limit, cost, text)
@@ -151,6 +160,8 @@ def _parts(generator: Mapping[str, float]) -> Iterator[tuple[Limit, float]]:
 
 _Causes = Mapping[str, float]
 
+_STALER = "a larger pipeline.max_staleness or pipeline.depth"
+
 
 def _learner(_learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
     return (
@@ -169,7 +180,7 @@ def _checkpoint(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
 def _generation(learner: _Causes, _generator: _Causes, _scorer: _Causes) -> str:
     return (
         f"{_waits(learner)}: generation is the bottleneck (another generator, with vLLM "
-        "engine.engines_per_gpu, a larger pipeline.max_staleness or pipeline.depth)"
+        f"engine.engines_per_gpu, {_STALER})"
     )
 
 
@@ -191,7 +202,7 @@ def _weights(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
         return f"{_waits(learner)}, weights: adoption stalls generators {adopt:.0%} (larger steps)"
     return (
         f"{_waits(learner)}, generators for weights {transit:.0%}: the weight path is the bottleneck "
-        "(weights.transport, weights.chunk_bytes, weights.chunks_in_flight, pipeline.max_staleness)"
+        f"(weights.transport, weights.chunk_bytes, weights.chunks_in_flight, {_STALER})"
     )
 
 
@@ -212,10 +223,9 @@ def _overhead(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
 def _turns(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
     credit = generator["wait_credit"]
     both = f"{_waits(learner)}, generators for credit {credit:.0%}"
-    help_ = "a larger pipeline.max_staleness or pipeline.depth"
     if learner["wait_batch"] + credit > IDLE:
-        return f"{both}, both at once: publishing and messages are the bottleneck ({help_})"
-    return f"{both}: they take turns ({help_})"
+        return f"{both}, both at once: publishing and messages are the bottleneck ({_STALER})"
+    return f"{both}: they take turns ({_STALER})"
 
 
 def _better(split: Split, learner: _Causes, generator: _Causes) -> str:

@@ -75,7 +75,7 @@ def step_line(
         f"  dropped {dropped} of {record['ledger/admitted']:.0f} groups so far" if dropped else ""
     )
     skipped = f"  no update: {record['skipped']}" if record.get("skipped") else ""
-    waits = diagnose(record_shares(record), split)
+    waits = diagnose(record_shares(record), split, alerts=record.get("alerts", ()))
     advice = f"\n  {waits.text}" if waits.limit != "none" else ""
     alerts = "".join(f"\n  ALERT {text}" for text in record.get("new_alerts", ()))
     return (

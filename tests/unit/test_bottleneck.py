@@ -52,6 +52,20 @@ def test_the_named_limit_is_the_one_of_the_story(limit, learner, generator, scor
 
 
 @pytest.mark.parametrize(("limit", "learner", "generator", "scorer", "words"), STORIES)
+def test_more_staleness_is_not_advised_without_naming_the_alerts_that_speak_against_it(
+    limit, learner, generator, scorer, words
+):
+    shares = {"learner": of(learner), "generator": of(generator), "scorer": of(scorer)}
+    plain = diagnose(shares).text
+    assert diagnose(shares, alerts=["clipped", "no_signal"]).text == plain
+    found = diagnose(shares, alerts=["truncated", "clipped", "mismatch"]).text
+    advice = "pipeline.max_staleness or pipeline.depth"
+    against = "but alerts speak against it: mismatch, truncated"
+    assert (advice in plain) == (limit in ("generation", "turns") or "for weights" in words)
+    assert found == plain.replace(advice, f"{advice}, {against}")
+
+
+@pytest.mark.parametrize(("limit", "learner", "generator", "scorer", "words"), STORIES)
 def test_start_up_of_either_side_changes_nothing(limit, learner, generator, scorer, words):
     late = {cause: share / 4 for cause, share in learner.items()} | {"start": 75}
     slow = {cause: share / 2 for cause, share in generator.items()} | {"start": 50}

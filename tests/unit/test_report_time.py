@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.report.causes import NUM_BINS, causes_by_step, spread, step_windows, strips
+from asyncrl.report.data import collect
 from asyncrl.report.slow import SLOW, explain
 from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.lives import Life, Span
+from tests.unit.run_folders import make_run, step_record, write_lines
 
 
 def life(spans, *, kind="learner", process=None, start=0.0, end=100.0, versions=(), steps=()):
@@ -157,6 +159,8 @@ def test_the_shares_of_a_resumed_run_are_those_of_its_sentence():
         "learner": {"wait_batch": 0.45, "forward": 0.55}, "generator": {"decode": 0.9, "other": 0.1},
     }  # fmt: skip
     assert found["sentence"].startswith("learner waits for batches 45%: generation is")
+    assert "alerts" not in found["sentence"]
+    assert "against it: variance" in strips(lives, None, {"variance", "clipped"})["sentence"]
 
 
 def test_start_up_is_shown_where_it_is_what_the_learner_waits_for():
@@ -245,3 +249,33 @@ def test_the_whole_run_is_limited_by_what_generators_did_while_the_learner_waite
     found = strips([learner, generator], None)
     assert found["limit"] == "evaluation"
     assert found["sentence"].startswith("learner waits for batches 40%, generators evaluate 30%")
+
+
+def test_a_step_with_an_alert_about_staleness_is_not_advised_to_have_more(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    records = [step_record(s, alerts=["mismatch"] if s == 2 else []) for s in range(4)]
+    write_lines(run_dir / "metrics.jsonl", records)
+    for kind, spans in (
+        ("learner", (("wait_batch", 0, 1), ("wait_batch", 1, 9), ("forward", 9, 10))),
+        ("generator", (("decode", 0, 10),)),
+    ):
+        common = {"pid": kind, "tid": kind}
+        args = {"kind": kind, "boot": "b", "ahead_s": 0.0}
+        write_lines(
+            run_dir / f"trace/{kind}.jsonl",
+            [
+                {"name": "start", "ph": "i", "ts": 0, "args": args} | common,
+                *(
+                    {"name": f"{kind}/{cause}", "ph": "X", "ts": a * 10**6, "dur": (b - a) * 10**6}
+                    | common
+                    for cause, a, b in spans
+                ),
+                {"name": "version", "ph": "i", "ts": 10**7, "args": {"version": 1}} | common,
+                {"name": "end", "ph": "i", "ts": 10**7} | common,
+            ],
+        )
+    data = collect(run_dir)
+    texts = [text for *_, text in data["notes"]["times"]]
+    assert ["speak against it: mismatch" in text for text in texts] == [False, False, True, False]
+    # Of the run as a whole, in which it was on.
+    assert "speak against it: mismatch" in data["causes"]["strips"]["sentence"]

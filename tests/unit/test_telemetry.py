@@ -211,6 +211,17 @@ def test_the_line_of_a_step_has_its_number_on_record_and_the_version_that_it_mak
     assert line.startswith("step  23 -> version  24/24  reward")
 
 
+def test_the_line_of_a_step_does_not_contradict_the_alerts_that_are_on() -> None:
+    record = {
+        "step": 2, "version": 3, "time/step_s": 1.0, "share/learner@wait_batch": 0.8,
+        "share/learner@forward": 0.2, "share/generator@decode": 1.0, "alerts": [],
+    }  # fmt: skip
+    line = step_line(record, PipelineConfig())
+    assert line.endswith("a larger pipeline.max_staleness or pipeline.depth)")
+    line = step_line(record | {"alerts": ["effective_sample"]}, PipelineConfig())
+    assert line.endswith("depth, but alerts speak against it: effective_sample)")
+
+
 def test_a_step_tells_how_many_groups_were_dropped(tmp_path: Path) -> None:
     record = {
         "step": 2, "version": 3, "time/step_s": 1.0, "ledger/admitted": 40.0, "ledger/trained": 24.0,

@@ -54,6 +54,13 @@ def test_a_frame_says_how_far_how_good_how_old_and_who_waits(tmp_path):
         assert part in text, (part, text)
 
 
+def test_an_alert_about_staleness_stands_beside_the_advice_that_it_speaks_against(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    assert "speak against" not in drawn(run_dir, width=600)
+    append(run_dir / "metrics.jsonl", step_record(4, alerts=["mismatch"]))
+    assert "but alerts speak against it: mismatch)" in drawn(run_dir, width=600)
+
+
 def test_drops_with_a_payload_of_a_megabyte_are_shown(tmp_path):
     run_dir = make_run(tmp_path / "run")
     # In base64 a payload of 2^20 bytes, the largest that is kept, has 4 characters for every 3 bytes.
