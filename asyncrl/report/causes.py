@@ -150,22 +150,51 @@ def _bins(lives: Sequence[Life], window: Interval) -> list[Causes]:
     return [{cause: round(s / width_s, 4) for cause, s in part.items()} for part in parts]
 
 
-def _meanwhile(lives: Sequence[Life], window: Interval) -> Causes:
-    """Shares of the generators' time while the learner had no batch, start-up left out; {} if it had."""
+def meanwhile_by_step(lives: Sequence[Life]) -> dict[int, Causes]:
+    """By step: what generators did while the learner had no batch, as `_meanwhile` says it."""
+    windows = step_windows(lives)
+    ordered = sorted(windows, key=lambda step: windows[step])
+    found = _meanwhile(lives, [windows[step] for step in ordered])
+    return dict(zip(ordered, found, strict=True))
+
+
+def _meanwhile(lives: Sequence[Life], windows: Sequence[Interval]) -> list[Causes]:
+    """In each window, shares of the generators' time while the learner had no batch, start-up left out.
+
+    {} if it had one all the time. Windows ascend and do not overlap.
+    """
     waits = merge(
-        (max(piece.start_s, window[0]), min(piece.end_s, window[1]))
+        (piece.start_s, piece.end_s)
         for life in lives
         if life.kind == "learner"
         for piece in exclusive(life)
-        if piece.cause == "wait_batch" and window[0] < piece.end_s and piece.start_s < window[1]
+        if piece.cause == "wait_batch"
     )
-    spent: Causes = defaultdict(float)
-    for causes in spread([life for life in lives if life.kind == "generator"], waits):
+    inside = list(_within(waits, windows))
+    generators = [life for life in lives if life.kind == "generator"]
+    sums: list[Causes] = [defaultdict(float) for _ in windows]
+    parts = spread(generators, [interval for _, interval in inside])
+    for (index, _), causes in zip(inside, parts, strict=True):
         for cause, seconds in causes.items():
             if cause != "start":
-                spent[cause] += seconds
-    total = sum(spent.values())
-    return {cause: seconds / total for cause, seconds in spent.items()} if total > 0 else {}
+                sums[index][cause] += seconds
+    return [
+        {cause: seconds / sum(spent.values()) for cause, seconds in spent.items()} for spent in sums
+    ]
+
+
+def _within(
+    intervals: Sequence[Interval], windows: Sequence[Interval]
+) -> Iterator[tuple[int, Interval]]:
+    """The parts of `intervals` that lie in a window, with its index; both ascend and do not overlap."""
+    at = 0
+    for index, (start_s, end_s) in enumerate(windows):
+        while at < len(intervals) and intervals[at][1] <= start_s:
+            at += 1
+        inside = at
+        while inside < len(intervals) and intervals[inside][0] < end_s:
+            yield index, (max(intervals[inside][0], start_s), min(intervals[inside][1], end_s))
+            inside += 1
 
 
 def _whole(
@@ -177,7 +206,7 @@ def _whole(
     do the shares, unless start-up is what the sentence names.
     """
     found = diagnose(
-        kind_shares(lives, window), split, meanwhile=_meanwhile(lives, window), alerts=alerts
+        kind_shares(lives, window), split, meanwhile=_meanwhile(lives, [window])[0], alerts=alerts
     )
     spent = {kind: spread([li for li in lives if li.kind == kind], [window])[0] for kind in KINDS}
     if found.limit != "start":

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.telemetry.bottleneck import diagnose
+from asyncrl.telemetry.bottleneck import Diagnosis, diagnose
 
 SLOW = 1.5
 _NEIGHBOURS = 10
@@ -39,21 +39,33 @@ class StepTime:
 
 
 def explain(
-    steps: Sequence[Kinds], alerts: Sequence[Sequence[str]] | None = None
+    steps: Sequence[Kinds],
+    *,
+    alerts: Sequence[Sequence[str]] | None = None,
+    meanwhile: Sequence[Mapping[str, float]] | None = None,
 ) -> list[StepTime]:
     """One explanation a step; a step without the learner's causes took no known time.
 
-    `alerts` are the names of those that were on in each step.
+    Args:
+        steps: seconds by kind and cause.
+        alerts: of each step the names of those that were on.
+        meanwhile: of each step what generators did while the learner had no batch, as shares; {} if
+            that is not known (bottleneck.diagnose).
     """
     seconds = [sum(kinds.get("learner", {}).values()) for kinds in steps]
-    return [
-        _explain(steps, seconds, index, alerts[index] if alerts else ())
-        for index in range(len(steps))
+    limits = [
+        diagnose(
+            _shares(kinds),
+            alerts=alerts[index] if alerts else (),
+            meanwhile=meanwhile[index] if meanwhile else None,
+        )
+        for index, kinds in enumerate(steps)
     ]
+    return [_explain(steps, seconds, index, limits[index]) for index in range(len(steps))]
 
 
 def _explain(
-    steps: Sequence[Kinds], seconds: Sequence[float], index: int, alerts: Sequence[str]
+    steps: Sequence[Kinds], seconds: Sequence[float], index: int, limit: Diagnosis
 ) -> StepTime:
     around = [
         i
@@ -62,7 +74,7 @@ def _explain(
     ]
     mine_s = seconds[index]
     if mine_s == 0 or not around:
-        return StepTime(mine_s, mine_s, False, _sentence(steps[index], {}, alerts))
+        return StepTime(mine_s, mine_s, False, _sentence(steps[index], {}, limit))
     usual_s = statistics.median(seconds[i] for i in around)
     names = {name for i in (*around, index) for name in steps[i].get("learner", {})}
     usual = {
@@ -73,12 +85,12 @@ def _explain(
     text = f"{_time(mine_s)}, usual are {_time(usual_s)}"
     if usual_s > 0 and slow:
         text = f"{_time(mine_s)}, {mine_s / usual_s:.1f} times the usual {_time(usual_s)}"
-    why = _sentence(steps[index], usual, alerts, slow=slow)
+    why = _sentence(steps[index], usual, limit, slow=slow)
     return StepTime(mine_s, usual_s, slow, f"{text}. {why}")
 
 
 def _sentence(
-    kinds: Kinds, usual: Mapping[str, float], alerts: Sequence[str], *, slow: bool = False
+    kinds: Kinds, usual: Mapping[str, float], limit: Diagnosis, *, slow: bool = False
 ) -> str:
     learner, generator = kinds.get("learner", {}), kinds.get("generator", {})
     parts = []
@@ -92,7 +104,6 @@ def _sentence(
         )
         if "wait_batch" in [name for _, name in more] and generator:
             parts.append("meanwhile the generators spent " + _spent(generator))
-    limit = diagnose(_shares(kinds), alerts=alerts)
     if limit.limit != "none":
         parts.append(limit.text)
     return ("; ".join(parts) + ".") if parts else "Neither side waited much."

@@ -14,7 +14,8 @@ run at most
 (left factors of the learner's time, right ones of the generators'; start-up is taken out of both), and
 the largest is named. "turns" is no process, so it wins only when the two sides pass more time in it than
 one of them alone explains. With a trace the minima over wait_batch are known better: wait_batch times the
-share that a cause has in the generators' time while the learner waits.
+share that a cause has in the generators' time while the learner waits. Sums over a step do not tell what
+happened at the same time; there the sentence names, after the largest, what else may have cost more.
 
 Start-up is left in, and is a candidate by itself, when the learner has none in its time: it trains, and
 waits for engines that come late or were started again. If that does not cost most, it is taken out.
@@ -118,6 +119,8 @@ def diagnose(
         text = text.replace(
             _STALER, f"{_STALER}, but alerts speak against it: {', '.join(against)}"
         )
+    if not meanwhile and (others := _others(limit, learner, generator)):
+        text += f", if not {' or '.join(others)}"
     if split is not None and limit in ("learner", "generation"):
         text += _better(split, learner, generator)
     return Diagnosis(limit, cost, text)
@@ -157,6 +160,28 @@ def _parts(generator: Mapping[str, float]) -> Iterator[tuple[Limit, float]]:
     for name, causes in _WAITED_FOR.items():
         yield name, sum(generator.get(cause, 0.0) for cause in causes)
 
+
+def _others(
+    limit: Limit, learner: Mapping[str, float], generator: Mapping[str, float]
+) -> list[str]:
+    """What else, by these sums, the learner may have waited for longer than for `limit`.
+
+    Of the time in which it waits, a cause may fill all that it has, and `limit` as little as does not fit
+    into the rest of the time.
+    """
+    parts, waits = dict(_parts(generator)), learner.get("wait_batch", 0.0)
+    del parts["turns"]  # no process; named by a rule of its own
+    if limit not in parts:
+        return []
+    if limit == "generation":
+        del parts["overhead"]  # the same helps: another generator
+    least = max(0.0, parts.pop(limit) + waits - 1.0)
+    most = {name: min(waits, part) for name, part in parts.items()}
+    return [_NAMES.get(name, name) for name, cost in most.items() if cost >= QUIET and cost > least]
+
+
+_NAMES: dict[Limit, str] = {"weights": "the weight path", "overhead": "bookkeeping"}
+"""As the sentences say it, where they have another word."""
 
 _Causes = Mapping[str, float]
 
