@@ -189,12 +189,9 @@ def _probe(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _run(config: RunConfig, _options: argparse.Namespace) -> int:
-    from asyncrl.tasks import make_task
+    from asyncrl.preflight import check_settings
 
-    make_task(config.task, seed=config.seed)  # a broken data file fails here, not in a log
-    check_model(config)
-    if config.broker.token_path:
-        read_key(Path(config.broker.token_path))
+    check_settings(config)
     with run_folder(config) as run_dir:
         return _run_in(run_dir, config)
 
