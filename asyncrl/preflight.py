@@ -4,10 +4,12 @@ Nothing here imports torch or an engine. What a task runs of other people's code
 data set's generator, runs in a scoring process (tasks/worker.py): with a deadline, and gone afterwards.
 """
 
+import os
 from pathlib import Path
 
 from asyncrl.config import JsonlTask, ReasoningGymTask, RunConfig, VllmEngineConfig
 from asyncrl.extras import check_peft, check_vllm
+from asyncrl.family import children, inherit_orphans, kill_orphans
 from asyncrl.run_folder import check_model, read_key
 from asyncrl.tasks import make_task
 from asyncrl.tasks.scoring import ScoringPool
@@ -37,11 +39,16 @@ def check_scorer_starts(config: RunConfig) -> None:
     Raises:
         ConfigError: it cannot, or not within the time and memory that it has.
     """
-    with ScoringPool(
-        config.task,
-        config.seed,
-        num_workers=1,
-        deadline_s=config.scoring.deadline_s,
-        max_memory_bytes=config.scoring.max_memory_bytes,
-    ) as pool:
-        pool.await_ready()
+    others = children(os.getpid())
+    inherit_orphans()
+    try:
+        with ScoringPool(
+            config.task,
+            config.seed,
+            num_workers=1,
+            deadline_s=config.scoring.deadline_s,
+            max_memory_bytes=config.scoring.max_memory_bytes,
+        ) as pool:
+            pool.await_ready()
+    finally:
+        kill_orphans(others)  # which a scorer's file may have started
