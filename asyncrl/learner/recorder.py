@@ -63,6 +63,7 @@ class Recorder:
         self._keeps_rollouts = config.telemetry.rollouts
         self._num_generators = config.num_engines
         self._mask_truncated = config.algorithm.mask_truncated
+        self._samples_per_prompt = config.eval.samples_per_prompt
         self._pieces = pieces
         self._rollouts = JsonlSink(run_dir / "rollouts.jsonl")
         self._evals = JsonlSink(run_dir / "evals.jsonl")
@@ -215,9 +216,13 @@ class Recorder:
     def evaluations(self, evals: Sequence[EvalDone]) -> None:
         """One line for every evaluation, on its own axis: the version."""
         for evaluation in evals:
+            num_samples = evaluation.num_samples + evaluation.num_unscored
             self._evals.write(
                 evaluation.model_dump(exclude={"kind"})
-                | {"time_s": round(time.monotonic() - self._start_s, 3)}
+                | {
+                    "num_prompts": num_samples // self._samples_per_prompt,
+                    "time_s": round(time.monotonic() - self._start_s, 3),
+                }
             )
             if self._wandb is not None:
                 self._wandb.write(records.eval_values(evaluation))

@@ -6,7 +6,7 @@ has the windows of its surviving history. Times are seconds since the run's firs
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -102,8 +102,13 @@ def causes_by_step(lives: Sequence[Life]) -> dict[int, dict[str, Causes]]:
     return found
 
 
-def strips(lives: Sequence[Life], split: Split | None) -> dict[str, Any]:
-    """Each process in equal bins over the run and over its training, the steps' ends, who waits."""
+def strips(
+    lives: Sequence[Life], split: Split | None, alerts: Collection[str] = ()
+) -> dict[str, Any]:
+    """Each process in equal bins over the run and over its training, the steps' ends, who waits.
+
+    `alerts` are the names of those that were on in any step.
+    """
     if not lives:
         return {}
     zero_s = min(life.start_s for life in lives)
@@ -129,7 +134,7 @@ def strips(lives: Sequence[Life], split: Split | None) -> dict[str, Any]:
             [step, round(start - zero_s, 3), round(end - zero_s, 3)]
             for step, (start, end) in sorted(step_windows(lives).items())
         ],
-        **_whole(lives, training or whole, split),
+        **_whole(lives, training or whole, split, alerts),
     }
 
 
@@ -145,31 +150,64 @@ def _bins(lives: Sequence[Life], window: Interval) -> list[Causes]:
     return [{cause: round(s / width_s, 4) for cause, s in part.items()} for part in parts]
 
 
-def _meanwhile(lives: Sequence[Life], window: Interval) -> Causes:
-    """Shares of the generators' time while the learner had no batch, start-up left out; {} if it had."""
+def meanwhile_by_step(lives: Sequence[Life]) -> dict[int, Causes]:
+    """By step: what generators did while the learner had no batch, as `_meanwhile` says it."""
+    windows = step_windows(lives)
+    ordered = sorted(windows, key=lambda step: windows[step])
+    found = _meanwhile(lives, [windows[step] for step in ordered])
+    return dict(zip(ordered, found, strict=True))
+
+
+def _meanwhile(lives: Sequence[Life], windows: Sequence[Interval]) -> list[Causes]:
+    """In each window, shares of the generators' time while the learner had no batch, start-up left out.
+
+    {} if it had one all the time. Windows ascend and do not overlap.
+    """
     waits = merge(
-        (max(piece.start_s, window[0]), min(piece.end_s, window[1]))
+        (piece.start_s, piece.end_s)
         for life in lives
         if life.kind == "learner"
         for piece in exclusive(life)
-        if piece.cause == "wait_batch" and window[0] < piece.end_s and piece.start_s < window[1]
+        if piece.cause == "wait_batch"
     )
-    spent: Causes = defaultdict(float)
-    for causes in spread([life for life in lives if life.kind == "generator"], waits):
+    inside = list(_within(waits, windows))
+    generators = [life for life in lives if life.kind == "generator"]
+    sums: list[Causes] = [defaultdict(float) for _ in windows]
+    parts = spread(generators, [interval for _, interval in inside])
+    for (index, _), causes in zip(inside, parts, strict=True):
         for cause, seconds in causes.items():
             if cause != "start":
-                spent[cause] += seconds
-    total = sum(spent.values())
-    return {cause: seconds / total for cause, seconds in spent.items()} if total > 0 else {}
+                sums[index][cause] += seconds
+    return [
+        {cause: seconds / sum(spent.values()) for cause, seconds in spent.items()} for spent in sums
+    ]
 
 
-def _whole(lives: Sequence[Life], window: Interval, split: Split | None) -> dict[str, Any]:
+def _within(
+    intervals: Sequence[Interval], windows: Sequence[Interval]
+) -> Iterator[tuple[int, Interval]]:
+    """The parts of `intervals` that lie in a window, with its index; both ascend and do not overlap."""
+    at = 0
+    for index, (start_s, end_s) in enumerate(windows):
+        while at < len(intervals) and intervals[at][1] <= start_s:
+            at += 1
+        inside = at
+        while inside < len(intervals) and intervals[inside][0] < end_s:
+            yield index, (max(intervals[inside][0], start_s), min(intervals[inside][1], end_s))
+            inside += 1
+
+
+def _whole(
+    lives: Sequence[Life], window: Interval, split: Split | None, alerts: Collection[str]
+) -> dict[str, Any]:
     """Shares of the training as a whole, and the sentence about them.
 
     The window of a resumed run holds the start-up of its later attempts, which `diagnose` takes out; so
     do the shares, unless start-up is what the sentence names.
     """
-    found = diagnose(kind_shares(lives, window), split, meanwhile=_meanwhile(lives, window))
+    found = diagnose(
+        kind_shares(lives, window), split, meanwhile=_meanwhile(lives, [window])[0], alerts=alerts
+    )
     spent = {kind: spread([li for li in lives if li.kind == kind], [window])[0] for kind in KINDS}
     if found.limit != "start":
         for causes in spent.values():

@@ -14,10 +14,11 @@
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from asyncrl.report.causes import causes_by_step, strips
+from asyncrl.report.causes import causes_by_step, meanwhile_by_step, strips
 from asyncrl.report.files import read_by, read_config, read_object, read_split, setting
 from asyncrl.report.rollouts import browse
 from asyncrl.report.shapes import DROP, EVAL, STEP, fit
@@ -53,8 +54,11 @@ def collect(run_dir: Path, *, budget_bytes: int = BUDGET_BYTES) -> dict[str, Any
     records = read_by(run_dir / "metrics.jsonl", "step", STEP)
     steps = [record["step"] for record in records]
     lives = read_lives(run_dir)
-    by_step = causes_by_step(lives)
+    by_step, meanwhile = causes_by_step(lives), meanwhile_by_step(lives)
     kinds = [by_step.get(record["step"]) or _from_record(record) for record in records]
+    on = [record.get("alerts", []) for record in records]
+    waited = [meanwhile.get(step, {}) for step in steps]
+    times = explain(kinds, alerts=on, meanwhile=waited)
     drops = (fit(drop, DROP) for drop in read_lines(run_dir / "drops.jsonl"))
     return {
         "run": _run(run_dir, config, text),
@@ -65,16 +69,16 @@ def collect(run_dir: Path, *, budget_bytes: int = BUDGET_BYTES) -> dict[str, Any
                 for record in records
                 for note in record.get("new_alerts", ())
             ],
-            "on": [record.get("alerts", []) for record in records],
+            "on": on,
             "skipped": [record.get("skipped", "") for record in records],
-            "times": [[e.seconds, e.usual_s, e.slow, e.text] for e in explain(kinds)],
+            "times": [[e.seconds, e.usual_s, e.slow, e.text] for e in times],
         },
         "evals": read_by(run_dir / "evals.jsonl", "version", EVAL),
         "drops": [{k: v for k, v in drop.items() if k != "payload"} for drop in drops],
         "causes": {
             "by_step": [_rounded(part) for part in kinds],
             "exact": [step in by_step for step in steps],
-            "strips": strips(lives, read_split(run_dir)),
+            "strips": strips(lives, read_split(run_dir), set(chain.from_iterable(on))),
         },
         "rollouts": browse(run_dir, budget_bytes=budget_bytes).as_json(),
         "glossary": glossary(),
@@ -120,7 +124,7 @@ def _run(run_dir: Path, config: Record, text: str) -> dict[str, Any]:
 def _from_record(record: Record) -> dict[str, dict[str, float]]:
     """A step's seconds by cause without a trace: its shares times its length.
 
-    The generators' shares are over at least two seconds, so short steps blur into their neighbours.
+    Shares are over at least a second, so short steps blur into their neighbours.
     """
     step_s = number(record.get("time/step_s")) or 0.0
     return {

@@ -69,7 +69,7 @@ def _head(state: RunState) -> RenderableType:
     line = Text.assemble(
         (plain(str(setting(state.config, "name") or "run"), 80), "bold"), "  ",
         (verdict, f"bold {_STYLE.get(verdict, 'white')}"),
-        f"  step {done}" + (f" of {total}" if total else ""),
+        f"  {done} of {total} steps" if total else f"  {done} steps",
     )  # fmt: skip
     if verdict == "running" and total and state.seconds and done < total:
         recent = statistics.median(list(state.seconds.values())[-20:])
@@ -143,7 +143,7 @@ def _time(state: RunState) -> RenderableType:
         spent = ", ".join(f"{cause} {share:.0%}" for cause, share in main)
         bar.append(plain(f" waits {waits:.0%}; {spent}", _WIDEST))
         _add(table, kind, bar)
-    found = diagnose(shares, state.split)
+    found = diagnose(shares, state.split, alerts=state.last.get("alerts", ()))
     return Panel(
         Group(table, Text(plain(found.text, _WIDEST), "bold")),
         title="who waits",

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.telemetry.bottleneck import diagnose
+from asyncrl.telemetry.bottleneck import Diagnosis, diagnose
 
 SLOW = 1.5
 _NEIGHBOURS = 10
@@ -38,13 +38,35 @@ class StepTime:
     text: str
 
 
-def explain(steps: Sequence[Kinds]) -> list[StepTime]:
-    """One explanation a step; a step without the learner's causes took no known time."""
+def explain(
+    steps: Sequence[Kinds],
+    *,
+    alerts: Sequence[Sequence[str]] | None = None,
+    meanwhile: Sequence[Mapping[str, float]] | None = None,
+) -> list[StepTime]:
+    """One explanation a step; a step without the learner's causes took no known time.
+
+    Args:
+        steps: seconds by kind and cause.
+        alerts: of each step the names of those that were on.
+        meanwhile: of each step what generators did while the learner had no batch, as shares; {} if
+            that is not known (bottleneck.diagnose).
+    """
     seconds = [sum(kinds.get("learner", {}).values()) for kinds in steps]
-    return [_explain(steps, seconds, index) for index in range(len(steps))]
+    limits = [
+        diagnose(
+            _shares(kinds),
+            alerts=alerts[index] if alerts else (),
+            meanwhile=meanwhile[index] if meanwhile else None,
+        )
+        for index, kinds in enumerate(steps)
+    ]
+    return [_explain(steps, seconds, index, limits[index]) for index in range(len(steps))]
 
 
-def _explain(steps: Sequence[Kinds], seconds: Sequence[float], index: int) -> StepTime:
+def _explain(
+    steps: Sequence[Kinds], seconds: Sequence[float], index: int, limit: Diagnosis
+) -> StepTime:
     around = [
         i
         for i in range(max(0, index - _NEIGHBOURS), min(len(steps), index + _NEIGHBOURS + 1))
@@ -52,7 +74,7 @@ def _explain(steps: Sequence[Kinds], seconds: Sequence[float], index: int) -> St
     ]
     mine_s = seconds[index]
     if mine_s == 0 or not around:
-        return StepTime(mine_s, mine_s, False, _sentence(steps[index], {}))
+        return StepTime(mine_s, mine_s, False, _sentence(steps[index], {}, limit))
     usual_s = statistics.median(seconds[i] for i in around)
     names = {name for i in (*around, index) for name in steps[i].get("learner", {})}
     usual = {
@@ -63,10 +85,13 @@ def _explain(steps: Sequence[Kinds], seconds: Sequence[float], index: int) -> St
     text = f"{_time(mine_s)}, usual are {_time(usual_s)}"
     if usual_s > 0 and slow:
         text = f"{_time(mine_s)}, {mine_s / usual_s:.1f} times the usual {_time(usual_s)}"
-    return StepTime(mine_s, usual_s, slow, f"{text}. {_sentence(steps[index], usual, slow=slow)}")
+    why = _sentence(steps[index], usual, limit, slow=slow)
+    return StepTime(mine_s, usual_s, slow, f"{text}. {why}")
 
 
-def _sentence(kinds: Kinds, usual: Mapping[str, float], *, slow: bool = False) -> str:
+def _sentence(
+    kinds: Kinds, usual: Mapping[str, float], limit: Diagnosis, *, slow: bool = False
+) -> str:
     learner, generator = kinds.get("learner", {}), kinds.get("generator", {})
     parts = []
     if slow:
@@ -79,7 +104,6 @@ def _sentence(kinds: Kinds, usual: Mapping[str, float], *, slow: bool = False) -
         )
         if "wait_batch" in [name for _, name in more] and generator:
             parts.append("meanwhile the generators spent " + _spent(generator))
-    limit = diagnose(_shares(kinds))
     if limit.limit != "none":
         parts.append(limit.text)
     return ("; ".join(parts) + ".") if parts else "Neither side waited much."

@@ -5,6 +5,7 @@ data.
 """
 
 from collections.abc import Callable
+from typing import get_args
 
 from asyncrl.config import JsonlTask, TaskConfig
 from asyncrl.tasks.base import Problem, Split, Task
@@ -39,9 +40,15 @@ def make_task(config: TaskConfig, *, seed: int) -> Task:
 def make_scorer(config: TaskConfig, *, seed: int) -> Scorer:
     """Build only what scores: a file of prompts is not read, a user's scorer is imported.
 
+    A data set's generator makes its first problems: many parameters fail only there.
+
     Raises:
         ConfigError: the scorer is missing or broken, or an extra is not installed.
+        Exception: whatever else a user's file or a data set raises.
     """
     if isinstance(config, JsonlTask):
         return load_scorer(config.scorer)
-    return make_task(config, seed=seed).score
+    task = make_task(config, seed=seed)
+    for split in get_args(Split):
+        task.problem(split, 0)
+    return task.score

@@ -123,6 +123,16 @@ class ScoringPool:
         self._pending.add(key)
         self._waiting.append(Item(key, problem, completion))
 
+    def await_ready(self) -> None:
+        """Sleep until every worker has built its scorer; before anything is submitted.
+
+        Raises:
+            ConfigError: as `poll`.
+        """
+        while not all(worker.is_ready for worker in self._workers):
+            self.poll()
+            self.rest(MAX_NAP_S)
+
     def poll(self) -> list[tuple[int, Verdict]]:
         """Verdicts that are there; never blocks.
 
@@ -192,8 +202,9 @@ class ScoringPool:
             self._replace(index, "timeout", reason)
         elif not worker.is_ready and now_s - worker.started_s > self._start_timeout_s:
             raise ConfigError(
-                f"a scoring process did not start within {self._start_timeout_s:g} s; the import "
-                f"of task.scorer may hang. It printed: {worker.stderr_tail() or 'nothing'}"
+                f"a scoring process did not start within {self._start_timeout_s:g} s; the import of "
+                "task.scorer, or the making of a data set's first problem, may hang. It printed: "
+                f"{worker.stderr_tail() or 'nothing'}"
             )
 
     def _take(self, index: int, reply: list[Any]) -> None:

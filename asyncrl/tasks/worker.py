@@ -15,7 +15,7 @@ Frames are a big-endian u32 length and a MessagePack array.
 | out       | "ready", once the scorer is built                                                  |
 | out       | "verdict", key, status, score, detail, seconds of CLOCK_MONOTONIC when it was done |
 
-A scorer that cannot be built ends the process with a traceback, running out of memory with
+A scorer that cannot be built ends the process with a sentence on stderr, running out of memory with
 EXIT_OUT_OF_MEMORY, end of input with 0.
 """
 
@@ -27,12 +27,16 @@ import resource
 import signal
 import sys
 import time
+import traceback
+from pathlib import Path
 from typing import Any
 
 import msgpack
 from pydantic import TypeAdapter
 
+import asyncrl
 from asyncrl.config import TaskConfig
+from asyncrl.errors import ConfigError, in_a_line
 from asyncrl.tasks import make_scorer
 from asyncrl.tasks.base import Problem
 from asyncrl.tasks.scorers import Scorer
@@ -64,13 +68,32 @@ def main() -> None:
     _bind_to_parent(settings["parent_pid"])
     _limit_resources(settings["max_memory_bytes"])
     config: TaskConfig = TypeAdapter[TaskConfig](TaskConfig).validate_python(settings["task"])
-    score = make_scorer(config, seed=settings["seed"])
+    score = _build(config, settings["seed"])
     _write(write_fd, pack_frame("ready"))
     while (body := _read_body(read_fd)) is not None:
         key, completion, problem = _parse_item(body)
         status, value, detail = _judge(score, problem, completion)
         _write(write_fd, pack_frame("verdict", key, status, value, detail, time.monotonic()))
     os._exit(0)
+
+
+def _build(config: TaskConfig, seed: int) -> Scorer:
+    """The scorer; what keeps it from being built is the last thing that this process says."""
+    try:
+        return make_scorer(config, seed=seed)
+    except ConfigError as error:
+        sys.exit(str(error))
+    except Exception as error:  # noqa: BLE001 - a user's file may raise anything while it is imported
+        sys.exit(f"{in_a_line(error)}{_place(error)}")
+
+
+def _place(error: Exception) -> str:
+    """Which line of the user's file, or of a data set's package, led to the error."""
+    ours = (str(Path(asyncrl.__file__).parent) + os.sep, "<frozen ")
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if not frame.f_code.co_filename.startswith(ours):
+            return f" ({frame.f_code.co_filename}:{line})"
+    return ""
 
 
 def _take_pipes() -> tuple[int, int]:

@@ -12,7 +12,7 @@ a falling ESS before a collapse, arXiv:2602.17616; aligned gradients, arXiv:2603
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,6 +137,12 @@ ALERTS: tuple[Alert, ...] = (
         "each rollout (asyncrl report) and in the generators' logs",
     ),
 )  # fmt: skip
+
+
+def about_staleness(names: Iterable[str]) -> list[str]:
+    """Those alerts among `names` whose advice speaks of staleness: a larger bound helps none of them."""
+    on = set(names)
+    return [alert.name for alert in ALERTS if alert.name in on and "staleness" in alert.advice]
 
 
 class Watch:

@@ -14,7 +14,8 @@ run at most
 (left factors of the learner's time, right ones of the generators'; start-up is taken out of both), and
 the largest is named. "turns" is no process, so it wins only when the two sides pass more time in it than
 one of them alone explains. With a trace the minima over wait_batch are known better: wait_batch times the
-share that a cause has in the generators' time while the learner waits.
+share that a cause has in the generators' time while the learner waits. Sums over a step do not tell what
+happened at the same time; there the sentence names, after the largest, what else may have cost more.
 
 Start-up is left in, and is a candidate by itself, when the learner has none in its time: it trains, and
 waits for engines that come late or were started again. If that does not cost most, it is taken out.
@@ -26,9 +27,11 @@ that are busy, W = GPUs of a side * share of time in which it does not wait. If 
 evenly among its GPUs, both sides are always busy when the learner has N * W_l / (W_l + W_g) of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from asyncrl.telemetry.alerts import about_staleness
 
 Limit = Literal[
     "none", "learner", "checkpoint", "generation", "scoring", "weights", "evaluation", "overhead",
@@ -83,6 +86,7 @@ def diagnose(
     split: Split | None = None,
     *,
     meanwhile: Mapping[str, float] | None = None,
+    alerts: Iterable[str] = (),
 ) -> Diagnosis:
     """Name what limits a run.
 
@@ -92,6 +96,8 @@ def diagnose(
         split: of the run's GPUs, if there is one.
         meanwhile: cause -> share of the generators' time in the seconds in which the learner had no
             batch, from a trace: what it waited for, where `shares` alone only bound it.
+        alerts: names of the alerts that are on; more staleness is not advised without naming those that
+            speak against it.
     """
     if (late := _late(shares.get("learner", {}), shares.get("generator", {}))) is not None:
         return late
@@ -109,6 +115,12 @@ def diagnose(
     if cost < QUIET:
         return Diagnosis("none", cost, f"neither side waits for more than {QUIET:.0%} of its time")
     text = _SENTENCES[limit](learner, generator, shares.get("scorer", {}))
+    if against := about_staleness(alerts):
+        text = text.replace(
+            _STALER, f"{_STALER}, but alerts speak against it: {', '.join(against)}"
+        )
+    if not meanwhile and (others := _others(limit, learner, generator)):
+        text += f", if not {' or '.join(others)}"
     if split is not None and limit in ("learner", "generation"):
         text += _better(split, learner, generator)
     return Diagnosis(limit, cost, text)
@@ -149,7 +161,31 @@ def _parts(generator: Mapping[str, float]) -> Iterator[tuple[Limit, float]]:
         yield name, sum(generator.get(cause, 0.0) for cause in causes)
 
 
+def _others(
+    limit: Limit, learner: Mapping[str, float], generator: Mapping[str, float]
+) -> list[str]:
+    """What else, by these sums, the learner may have waited for longer than for `limit`.
+
+    Of the time in which it waits, a cause may fill all that it has, and `limit` as little as does not fit
+    into the rest of the time.
+    """
+    parts, waits = dict(_parts(generator)), learner.get("wait_batch", 0.0)
+    del parts["turns"]  # no process; named by a rule of its own
+    if limit not in parts:
+        return []
+    if limit == "generation":
+        del parts["overhead"]  # the same helps: another generator
+    least = max(0.0, parts.pop(limit) + waits - 1.0)
+    most = {name: min(waits, part) for name, part in parts.items()}
+    return [_NAMES.get(name, name) for name, cost in most.items() if cost >= QUIET and cost > least]
+
+
+_NAMES: dict[Limit, str] = {"weights": "the weight path", "overhead": "bookkeeping"}
+"""As the sentences say it, where they have another word."""
+
 _Causes = Mapping[str, float]
+
+_STALER = "a larger pipeline.max_staleness or pipeline.depth"
 
 
 def _learner(_learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
@@ -169,7 +205,7 @@ def _checkpoint(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
 def _generation(learner: _Causes, _generator: _Causes, _scorer: _Causes) -> str:
     return (
         f"{_waits(learner)}: generation is the bottleneck (another generator, with vLLM "
-        "engine.engines_per_gpu, a larger pipeline.max_staleness or pipeline.depth)"
+        f"engine.engines_per_gpu, {_STALER})"
     )
 
 
@@ -191,7 +227,7 @@ def _weights(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
         return f"{_waits(learner)}, weights: adoption stalls generators {adopt:.0%} (larger steps)"
     return (
         f"{_waits(learner)}, generators for weights {transit:.0%}: the weight path is the bottleneck "
-        "(weights.transport, weights.chunk_bytes, weights.chunks_in_flight, pipeline.max_staleness)"
+        f"(weights.transport, weights.chunk_bytes, weights.chunks_in_flight, {_STALER})"
     )
 
 
@@ -212,10 +248,9 @@ def _overhead(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
 def _turns(learner: _Causes, generator: _Causes, _scorer: _Causes) -> str:
     credit = generator["wait_credit"]
     both = f"{_waits(learner)}, generators for credit {credit:.0%}"
-    help_ = "a larger pipeline.max_staleness or pipeline.depth"
     if learner["wait_batch"] + credit > IDLE:
-        return f"{both}, both at once: publishing and messages are the bottleneck ({help_})"
-    return f"{both}: they take turns ({help_})"
+        return f"{both}, both at once: publishing and messages are the bottleneck ({_STALER})"
+    return f"{both}: they take turns ({_STALER})"
 
 
 def _better(split: Split, learner: _Causes, generator: _Causes) -> str:

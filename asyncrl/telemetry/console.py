@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,9 @@ class Follower:
 def step_line(
     record: Mapping[str, Any], pipeline: PipelineConfig, split: Split | None = None
 ) -> str:
-    """One step: reward, staleness, both sides' rates and busy shares, where the learner's time went;
-    below it, which side waits and what would help, and what began to deserve attention.
+    """One step by its number, as in metrics.jsonl, and the version that it makes: reward, staleness, both
+    sides' rates and busy shares, where the learner's time went; below it, which side waits and what would
+    help, and what began to deserve attention.
     """
 
     def number(name: str, form: str = ".2f") -> str:
@@ -74,13 +75,14 @@ def step_line(
         f"  dropped {dropped} of {record['ledger/admitted']:.0f} groups so far" if dropped else ""
     )
     skipped = f"  no update: {record['skipped']}" if record.get("skipped") else ""
-    waits = diagnose(record_shares(record), split)
+    waits = diagnose(record_shares(record), split, alerts=record.get("alerts", ()))
     advice = f"\n  {waits.text}" if waits.limit != "none" else ""
     alerts = "".join(f"\n  ALERT {text}" for text in record.get("new_alerts", ()))
     return (
-        f"version {record['version']:>3}/{pipeline.num_steps}  reward {number('reward/mean')}{unscored}  "
-        f"staleness {number('staleness/mean')} (max {number('staleness/max', '.0f')} of "
-        f"{limit})  generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
+        f"step {record['step']:>3} -> version {record['version']:>3}/{pipeline.num_steps}  "
+        f"reward {number('reward/mean')}{unscored}  staleness {number('staleness/mean')} "
+        f"(max {number('staleness/max', '.0f')} of {limit})  "
+        f"generate {number('rate/sampled_tokens_per_s', '.0f')} tok/s "
         f"{number('generator/busy_frac', '.0%')} busy  train "
         f"{number('rate/trained_tokens_per_s', '.0f')} tok/s {number('learner/busy_frac', '.0%')} "
         f"busy  [{step_s:.1f} s: {', '.join(shares)}]{lost}{skipped}{advice}{alerts}"
@@ -93,16 +95,18 @@ def dropped_groups(record: Mapping[str, Any]) -> int:
 
 
 def eval_line(record: Mapping[str, Any]) -> str:
-    """One evaluation."""
-    sampled = record["num_samples"] + record["num_unscored"]
+    """One evaluation. Records of earlier releases do not say of how many prompts the samples are."""
+    samples = f"{record['num_samples'] + record['num_unscored']} samples"
+    if "num_prompts" in record:
+        samples += f" of {record['num_prompts']} prompts"
     if record["mean_score"] is None:
         return (
             f"held-out score unknown at version {record['version']} "
-            f"(no sample of {sampled} was scored, {record['seconds']:.0f} s)"
+            f"(none of {samples} was scored, {record['seconds']:.0f} s)"
         )
     return (
         f"held-out score {record['mean_score']:.3f} at version {record['version']} "
-        f"({record['num_samples']} of {sampled} samples scored, {record['seconds']:.0f} s)"
+        f"({record['num_samples']} of {samples} scored, {record['seconds']:.0f} s)"
     )
 
 
@@ -129,14 +133,21 @@ def summary(run_dir: Path) -> dict[str, Any]:
         found["reward_last"] = round(rewards[-1], 4)
     if steps and (dropped := dropped_groups(steps[-1])):
         found["dropped_groups"] = dropped
-    if evals:
-        scored = [e for e in evals if e["mean_score"] is not None]
-        ends = {"held_out_before": evals[0]}
-        if evals[-1]["version"] > evals[0]["version"]:
-            ends["held_out_after"] = evals[-1]
-        for name, end in ends.items():
-            if end["mean_score"] is not None:
-                found[name] = round(end["mean_score"], 4)
-        found["held_out_samples"] = evals[-1]["num_samples"]
-        found["held_out_curve"] = [[e["version"], round(e["mean_score"], 4)] for e in scored]
-    return found | run_times(run_dir)
+    return found | (_held_out(evals) if evals else {}) | run_times(run_dir)
+
+
+def _held_out(evals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same of the evaluations, at least one, by version."""
+    found: dict[str, Any] = {}
+    ends = {"held_out_before": evals[0]}
+    if evals[-1]["version"] > evals[0]["version"]:
+        ends["held_out_after"] = evals[-1]
+    for name, end in ends.items():
+        if end["mean_score"] is not None:
+            found[name] = round(end["mean_score"], 4)
+    found["held_out_samples"] = evals[-1]["num_samples"]
+    if "num_prompts" in evals[-1]:
+        found["held_out_prompts"] = evals[-1]["num_prompts"]
+    scored = [e for e in evals if e["mean_score"] is not None]
+    found["held_out_curve"] = [[e["version"], round(e["mean_score"], 4)] for e in scored]
+    return found

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from tests.models import make_tiny_model
 from tests.process.runs import finish, records, start_run, write_config
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+without_vllm = pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("broker.address=tcp://0.0.0.0:5555", ["broker.token_path"]),
         ("nonsense", ["section.key=value"]),
         ("engine.max_completion_tokens=4096", ["learner.micro_batch_tokens"]),
+        pytest.param("engine.kind=vllm", ["pip install 'asyncrl[vllm]'"], marks=without_vllm),
     ],
 )
 def test_a_bad_setting_is_named_before_anything_starts(
@@ -129,23 +133,38 @@ def test_a_scorer_that_raises_hangs_or_returns_nan_is_counted_and_nothing_is_los
     assert steps[-1]["ledger/failed"] > 0
 
 
-def test_a_scorer_that_cannot_be_imported_is_quoted_and_not_obeyed(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def score(text): ...", "asks for an argument 'text'"),
+        (
+            "def score(): ...\nimport no_such_module",
+            "No module named 'no_such_module' ({scorer}:2)",
+        ),
+        (  # quoted, and not obeyed
+            'def score(): ...\nraise ValueError("\\x1b[2J rows:100: [bold]x[/bold]")',
+            "ValueError: \u00b7[2J rows:100: [bold]x[/bold] ({scorer}:2)",
+        ),
+    ],
+)
+def test_a_scorer_that_cannot_be_used_is_named_before_anything_starts(
+    model: Path, tmp_path: Path, source: str, words: str
 ) -> None:
-    (tmp_path / "scorer.py").write_text(
-        'def score(): pass\nraise ValueError("\\x1b[2J rows:100: [bold]x[/bold]")\n'
-    )
+    scorer, run_dir = tmp_path / "scorer.py", tmp_path / "run"
+    scorer.write_text(source + "\n")
     data = tmp_path / "data.jsonl"
     data.write_text("".join(f'{{"prompt": "{i}:", "answer": "x"}}\n' for i in range(40)))
     code, output = finish(
         start_run(
-            write_config(tmp_path, model), tmp_path / "run",
-            "task.kind=jsonl", f'task.path="{data}"', f'task.scorer="{tmp_path}/scorer.py:score"',
+            write_config(tmp_path, model), run_dir,
+            "task.kind=jsonl", f'task.path="{data}"', f'task.scorer="{scorer}:score"',
         )
     )  # fmt: skip
     assert code == 2, output
-    assert "ValueError: \u00b7[2J rows:100: [bold]x[/bold]" in output
+    assert words.format(scorer=scorer) in output
+    assert len(output.splitlines()) == 1
     assert "\x1b" not in output
+    assert not run_dir.exists()
 
 
 def test_prompts_longer_than_the_limit_are_skipped_and_counted(model: Path, tmp_path: Path) -> None:

@@ -100,6 +100,10 @@ def test_no_rank_outlives_a_killed_supervisor(model: Path, tmp_path: Path) -> No
         leftover.unlink()
 
 
+def is_sleeper(process: Path, seconds: str) -> bool:
+    return f"sleep {seconds}" in command_of(int(process.name))
+
+
 SCORER = """
 import subprocess
 
@@ -130,6 +134,8 @@ def test_what_a_scorer_started_ends_with_the_run_even_if_its_generator_was_kille
     code, output = finish(process, timeout_s=20)
     assert code == 130, output
     assert not alive(helper)
+    sleepers = [path for path in Path("/proc").glob("[0-9]*") if is_sleeper(path, seconds)]
+    assert not sleepers  # nor does one that the scorer started while the settings were checked
 
 
 def test_ctrl_c_while_a_failed_run_is_stopped_does_not_cut_that_short(

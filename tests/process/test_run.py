@@ -121,6 +121,7 @@ def test_a_killed_generator_is_restarted_and_no_group_is_lost(model: Path, tmp_p
     _, killed, later = output.partition("generator-0: killed by SIGKILL")
     assert killed, output
     assert "generators start up" in later  # meanwhile the learner waits
+    assert kept_lines(run_dir) == output.splitlines()
     steps = records(run_dir)
     assert len(steps) == 30
     assert_books_close(steps)
@@ -182,12 +183,13 @@ def test_no_process_outlives_a_killed_supervisor(model: Path, tmp_path: Path) ->
 def test_a_resumed_run_goes_on_where_its_checkpoint_ended(model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, model)
-    code, output = finish(start_run(config, run_dir, "pipeline.num_steps=4"))
-    assert code == 0, output
+    code, first = finish(start_run(config, run_dir, "pipeline.num_steps=4"))
+    assert code == 0, first
     code, output = finish(
         start_run(config, run_dir, "pipeline.num_steps=8", "checkpoint.resume=true")
     )
     assert code == 0, output
+    assert kept_lines(run_dir) == (first + output).splitlines()
     steps = records(run_dir)
     assert [record["step"] for record in steps] == list(range(8))
     ordinals = {rollout["ordinal"] for rollout in records(run_dir, "rollouts")}
@@ -196,6 +198,12 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_ended(model: Path, tmp_path:
     assert summary["steps"] == 8  # of both attempts, as train_minutes
     assert summary["last_attempt_minutes"] > 0.0
     assert read_verdict(run_dir).state == "done"
+
+
+def kept_lines(run_dir: Path) -> list[str]:
+    """What the supervisor has on file, without the times."""
+    text = (run_dir / "logs/supervisor.log").read_text()
+    return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", text, flags=re.MULTILINE).splitlines()
 
 
 def num_steps(run_dir: Path) -> int:

@@ -68,7 +68,7 @@ def make_run(folder: Path, *, steps: int = 4, groups: int = 2, size: int = 2) ->
         (
             {
                 "version": version, "mean_score": version / steps, "num_samples": 8,
-                "num_unscored": 0, "mean_tokens": 2.0, "seconds": 0.5, "time_s": 1.0,
+                "num_unscored": 0, "mean_tokens": 2.0, "seconds": 0.5, "num_prompts": 4, "time_s": 1.0,
             }
             for version in (0, steps)
         ),

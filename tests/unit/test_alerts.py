@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.telemetry.alerts import ALERTS, Alert, Trends, Watch
+from asyncrl.telemetry.alerts import ALERTS, Alert, Trends, Watch, about_staleness
 from asyncrl.telemetry.metrics import METRICS
 
 HIGH = Alert("high", "mismatch/k3", "above", 0.1, 3, "do something")
@@ -124,3 +124,15 @@ def test_entropy_is_compared_with_five_measured_steps_before():
         found.append(trends.step(values).get("policy/entropy_ratio"))
     # 1 / 4, 2.4 / 3, 2 / 2.
     assert found == [None] * 6 + [0.25, pytest.approx(0.8), 1.0]
+
+
+def test_alerts_that_no_larger_staleness_bound_would_help_are_told_from_the_others():
+    assert about_staleness([]) == []
+    assert about_staleness(["clipped", "variance", "unknown", "mismatch"]) == [
+        "mismatch",
+        "variance",
+    ]
+    assert about_staleness(alert.name for alert in ALERTS) == [
+        "engine_mismatch", "mismatch_lowest_bound", "mismatch", "mismatch_critical", "divergence",
+        "variance", "effective_sample", "truncated", "gradients_aligned",
+    ]  # fmt: skip

@@ -1,5 +1,8 @@
 """Which side is said to be the bottleneck, for shares whose story is known."""
 
+from collections import Counter
+from itertools import combinations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +52,20 @@ def test_the_named_limit_is_the_one_of_the_story(limit, learner, generator, scor
     found = diagnose({"learner": of(learner), "generator": of(generator), "scorer": of(scorer)})
     assert found.limit == limit, found
     assert words in found.text
+
+
+@pytest.mark.parametrize(("limit", "learner", "generator", "scorer", "words"), STORIES)
+def test_more_staleness_is_not_advised_without_naming_the_alerts_that_speak_against_it(
+    limit, learner, generator, scorer, words
+):
+    shares = {"learner": of(learner), "generator": of(generator), "scorer": of(scorer)}
+    plain = diagnose(shares).text
+    assert diagnose(shares, alerts=["clipped", "no_signal"]).text == plain
+    found = diagnose(shares, alerts=["truncated", "clipped", "mismatch"]).text
+    advice = "pipeline.max_staleness or pipeline.depth"
+    against = "but alerts speak against it: mismatch, truncated"
+    assert (advice in plain) == (limit in ("generation", "turns") or "for weights" in words)
+    assert found == plain.replace(advice, f"{advice}, {against}")
 
 
 @pytest.mark.parametrize(("limit", "learner", "generator", "scorer", "words"), STORIES)
@@ -138,6 +155,43 @@ def test_a_division_that_could_not_be_better_is_not_spoken_of():
     # Nor if GPUs are not what lacks.
     shares["generator"] = of({"wait_score": 70, "decode": 30})
     assert diagnose(shares, Split(1, 3)).text == diagnose(shares).text
+
+
+NAMES = {
+    "decode": "generation", "wait_score": "scoring", "wait_weights": "the weight path",
+    "eval": "evaluation", "other": "bookkeeping",
+}  # fmt: skip
+
+
+@given(
+    st.lists(st.sampled_from([*NAMES, "wait_credit"]), min_size=8, max_size=8), st.integers(0, 8)
+)
+def test_without_a_trace_whatever_else_may_have_been_waited_for_longer_is_named(causes, waits):
+    """By trying all ways in which the learner may wait for some of 8 seconds that have a cause each."""
+    learner = {"wait_batch": waits / 8, "forward": 1 - waits / 8}
+    found = diagnose({"learner": learner, "generator": {c: causes.count(c) / 8 for c in causes}})
+    limits = {"weights": "the weight path", "overhead": "bookkeeping"}
+    named = limits.get(found.limit, found.limit)
+    possible = set()
+    for seconds in combinations(causes, waits):
+        waited = Counter(NAMES.get(cause) for cause in seconds)
+        possible |= {name for name in NAMES.values() if waited[name] > waited[named]}
+    if named == "generation":
+        possible.discard("bookkeeping")  # "another generator" is said already
+    said = found.text.partition(", if not ")[2].split(" or ")
+    assert set(said) == (possible or {""} if named in NAMES.values() else {""})
+
+
+def test_with_a_trace_nothing_is_left_open():
+    shares = {
+        "learner": of({"wait_batch": 40, "forward": 60}),
+        "generator": of({"decode": 70, "eval": 30}),
+    }
+    assert diagnose(shares).text.endswith("depth), if not evaluation")
+    assert "if not" not in diagnose(shares, meanwhile={"eval": 0.4, "decode": 0.6}).text
+    # Of 80 % of the time at most 30 are not decoding: no other cause comes near.
+    shares["learner"] = of(STARVED)
+    assert diagnose(shares).text.endswith("depth)")
 
 
 def test_what_the_learner_waited_for_is_what_generators_did_meanwhile():

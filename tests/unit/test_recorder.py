@@ -81,6 +81,20 @@ def test_an_evaluation_without_a_score_is_null_on_record_and_no_metric(recorder,
     assert records.eval_values(full) == rest | {"eval/score": 0.0, "eval/unscored": 0.0}
 
 
+def test_the_record_of_an_evaluation_says_of_how_many_prompts_its_samples_are(tmp_path):
+    # A prompt that is too long is left out: 7 of 8 came, 3 samples each, 2 of them without a score.
+    config = RunConfig.model_validate(
+        CONFIG | {"eval": {"num_prompts": 8, "samples_per_prompt": 3}}
+    )
+    recorder = Recorder(config, run_dir=tmp_path, run_id="r", first_version=0)
+    done = EvalDone(
+        version=0, mean_score=0.5, num_samples=19, num_unscored=2, mean_tokens=2.0, seconds=1.0
+    )
+    recorder.evaluations([done])
+    recorder.close()
+    assert json.loads((tmp_path / "evals.jsonl").read_text())["num_prompts"] == 7
+
+
 def test_scripted_pauses_are_idle_time_and_the_parts_add_up_to_the_wall_time(tmp_path, monkeypatch):
     # F088: three pauses of 5 s, then 4 s of work and 1 s of snapshot; the next step waits 2 of 3 s.
     now_s = [100.0]

@@ -151,6 +151,9 @@ def test_a_browser_draws_every_part_without_an_error(tmp_path):
     for part in ("curves", "staleness", "bubbles", "step", "ledger", "alerts", "evals", "rollouts"):
         assert f'<h2 id="{part}">' in dom
     assert "16 of 16 rollouts" in dom
+    columns = re.findall(r'<th class="num">([^<]*)', dom[dom.index('id="evals"') :])
+    assert columns[2:5] == ["prompts", "samples scored", "unscored"]
+    assert re.search('<td class="num">4</td><td class="num">8</td><td class="num">0</td>', dom)
     assert dom.count('class="mate') >= 2  # the group of the chosen rollout, side by side
 
 

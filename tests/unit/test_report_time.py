@@ -1,4 +1,4 @@
-"""Seconds by cause and step, and the sentence on why a step was slow."""
+"""Seconds by cause and step, and what limits the run as a whole."""
 
 from itertools import pairwise
 
@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.report.causes import NUM_BINS, causes_by_step, spread, step_windows, strips
-from asyncrl.report.slow import SLOW, explain
+from asyncrl.report.causes import (
+    NUM_BINS,
+    causes_by_step,
+    meanwhile_by_step,
+    spread,
+    step_windows,
+    strips,
+)
 from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.lives import Life, Span
 
@@ -98,6 +104,33 @@ def test_a_step_has_its_own_checkpoint_and_record_also_the_last_one():
     }
 
 
+def test_what_a_learner_waited_for_in_a_step_is_what_generators_did_in_those_seconds():
+    # Step 0 waits from 10 to 14 and from 15 to 17, and one wait is cut by its end at 20; step 2
+    # does not wait.
+    learner = life(
+        [
+            ("start", 0, 10), ("wait_batch", 10, 14), ("forward", 14, 15), ("wait_batch", 15, 17),
+            ("forward", 17, 19), ("wait_batch", 19, 24), ("forward", 24, 40),
+        ],
+        steps=[(1, 20.0), (2, 30.0), (3, 40.0)],
+    )  # fmt: skip
+    generator = life(
+        [("start", 0, 11), ("decode", 11, 16), ("eval", 16, 23), ("decode", 23, 40)],
+        kind="generator",
+    )
+    other = life([("decode", 21, 22), ("wait_score", 22, 40)], kind="generator", start=21.0)
+    assert meanwhile_by_step([learner, generator, other]) == {
+        0: {"decode": 4 / 6, "eval": 2 / 6},  # 11 to 14 and 15 to 16; 16 to 17 and 19 to 20
+        1: {
+            "decode": 2 / 7,
+            "eval": 3 / 7,
+            "wait_score": 2 / 7,
+        },  # the other one lives for three seconds
+        2: {},
+    }
+    assert meanwhile_by_step([]) == {}
+
+
 def test_other_ranks_of_the_learner_are_not_counted_twice():
     first = life([("wait_batch", 0, 4), ("forward", 4, 10)], versions=[(1, 10.0)])
     second = life([("forward", 4, 10)], process="learner-1")
@@ -157,6 +190,8 @@ def test_the_shares_of_a_resumed_run_are_those_of_its_sentence():
         "learner": {"wait_batch": 0.45, "forward": 0.55}, "generator": {"decode": 0.9, "other": 0.1},
     }  # fmt: skip
     assert found["sentence"].startswith("learner waits for batches 45%: generation is")
+    assert "alerts" not in found["sentence"]
+    assert "against it: variance" in strips(lives, None, {"variance", "clipped"})["sentence"]
 
 
 def test_start_up_is_shown_where_it_is_what_the_learner_waits_for():
@@ -170,69 +205,6 @@ def test_start_up_is_shown_where_it_is_what_the_learner_waits_for():
     # Of 10 s after the first batch the learner waits for 8; the generator lives for 9, starts for 6.
     assert found["shares"]["generator"] == {"start": 0.6667, "decode": 0.3333}
     assert "80%, generators start up 67%" in found["sentence"]
-
-
-def usual_step(**more):
-    return {"learner": {"wait_batch": 0.2, "forward": 0.8, **more}, "generator": {"decode": 1.0}}
-
-
-def test_a_slow_step_is_explained_by_what_it_had_more_than_its_neighbours():
-    steps = [usual_step() for _ in range(21)]
-    steps[10] = {
-        "learner": {"wait_batch": 4.2, "forward": 0.8, "checkpoint": 0.1},
-        "generator": {"eval": 4.0, "decode": 1.0},
-    }
-    found = explain(steps)
-    assert [e.slow for e in found] == [i == 10 for i in range(21)]
-    slow = found[10]
-    assert (slow.seconds, slow.usual_s) == (pytest.approx(5.1), pytest.approx(1.0))
-    assert slow.text.startswith("5.1 s, 5.1 times the usual 1.0 s. More than usual: ")
-    # 4.0 s of 4.1 s; the checkpoint's 0.1 s are less than a tenth of it.
-    assert (
-        "4.0 s waiting for its batch; meanwhile the generators spent 80% evaluating, 20% dec"
-        in slow.text
-    )
-    assert "checkpoint" not in slow.text
-    assert "evaluation is the bottleneck" in slow.text
-
-
-def test_a_step_in_which_a_generator_was_started_again_says_so():
-    steps = [usual_step() for _ in range(5)]
-    steps[2] = {
-        "learner": {"wait_batch": 9.5, "forward": 0.5},
-        "generator": {"start": 9.3, "wait_score": 0.4, "other": 0.3},
-    }
-    text = explain(steps)[2].text
-    assert "meanwhile the generators spent 93% starting up" in text
-    assert text.endswith("batches 95%, generators start up 93%: see logs/.")
-
-
-def test_a_step_that_waited_no_longer_than_others_does_not_blame_the_generators():
-    steps = [usual_step() for _ in range(5)]
-    steps[2] = usual_step(checkpoint=3.0)
-    text = explain(steps)[2].text
-    assert "3.0 s saving a checkpoint" in text
-    assert "meanwhile" not in text
-
-
-@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=40))
-def test_usual_is_the_median_of_up_to_ten_steps_on_each_side(seconds):
-    found = explain([{"learner": {"forward": s}} for s in seconds])
-    for index, step in enumerate(found):
-        around = sorted(
-            s for i, s in enumerate(seconds) if i != index and index - 10 <= i <= index + 10
-        )
-        if not around:
-            assert (step.usual_s, step.slow) == (step.seconds, False)
-            continue
-        middle = (around[(len(around) - 1) // 2] + around[len(around) // 2]) / 2
-        assert step.usual_s == pytest.approx(middle)
-        assert step.slow == (step.seconds > SLOW * step.usual_s)
-
-
-def test_steps_without_any_time_on_record_are_no_reason_to_fail():
-    found = explain([{}, usual_step(), {}])
-    assert [e.slow for e in found] == [False, False, False]
 
 
 def test_the_whole_run_is_limited_by_what_generators_did_while_the_learner_waited():

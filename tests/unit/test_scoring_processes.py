@@ -1,6 +1,7 @@
 """Scoring processes: how they start, how they end, and the tasks that they run."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.process
             "import no_such_module\ndef score(): ...",
             "cannot build the scorer of [task]: exit code 1",
         ),
-        ("import no_such_module\ndef score(): ...", "No module named 'no_such_module'"),
+        ("import no_such_module\ndef score(): ...", "No module named 'no_such_module' (/"),
         ("def score(text): return 1.0", "asks for an argument 'text'"),
         ("def score(completion, /): return 1.0", "asks for an argument 'completion'"),
         ("score = 3", "is not a function, got int"),
@@ -65,6 +66,28 @@ def test_a_scorer_that_cannot_start_ends_the_run_with_its_own_words(tmp_path, so
         with pytest.raises(ConfigError):  # and it stays ended
             pool.poll()
     assert not child_pids()
+
+
+def test_a_pool_can_be_waited_for_until_it_is_able_to_score(tmp_path):
+    with pool_of(scorer_task(tmp_path), num_workers=2) as pool:
+        pool.await_ready()
+        assert verdict_on(pool, "number 1").score == 1.0
+    with pool_of(scorer_task(tmp_path, "score = 3")) as pool, pytest.raises(ConfigError):
+        pool.await_ready()
+
+
+@needs_gym
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"min_animals": 2.5}, "ValueError: non-integer arg 1 for randrange() (/"),
+        ({"size": 1}, "split of this task is empty"),  # its one item is of one split
+    ],
+)
+def test_parameters_that_fail_in_the_first_problem_are_found_at_the_start(params, message):
+    task = ReasoningGymTask(dataset="leg_counting", params=params)
+    with pool_of(task) as pool, pytest.raises(ConfigError, match=re.escape(message)):
+        pool.await_ready()
 
 
 def test_a_scorer_that_hangs_while_it_starts_ends_the_run(tmp_path):

@@ -123,12 +123,27 @@ def test_an_evaluation_without_a_score_is_no_score_of_the_summary(
     assert found["held_out_curve"] == curve
 
 
-def test_the_line_of_an_evaluation_says_how_many_samples_were_scored_or_that_none_was() -> None:
+def test_the_line_of_an_evaluation_says_how_many_samples_of_how_many_prompts_were_scored() -> None:
     record = {"version": 3, "mean_score": 0.25, "num_samples": 6, "num_unscored": 2, "seconds": 1.0}
     assert eval_line(record) == "held-out score 0.250 at version 3 (6 of 8 samples scored, 1 s)"
-    record |= {"mean_score": None, "num_samples": 0, "num_unscored": 8}
-    expected = "held-out score unknown at version 3 (no sample of 8 was scored, 1 s)"
+    record["num_prompts"] = 2
+    expected = "held-out score 0.250 at version 3 (6 of 8 samples of 2 prompts scored, 1 s)"
     assert eval_line(record) == expected
+    record |= {"mean_score": None, "num_samples": 0, "num_unscored": 8}
+    expected = (
+        "held-out score unknown at version 3 (none of 8 samples of 2 prompts was scored, 1 s)"
+    )
+    assert eval_line(record) == expected
+
+
+def test_the_summary_says_of_how_many_prompts_the_held_out_samples_are(tmp_path: Path) -> None:
+    record = {"version": 0, "mean_score": 0.5, "num_samples": 6, "num_unscored": 2}
+    path = tmp_path / "evals.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    assert "held_out_prompts" not in summary(tmp_path)  # of a release that did not record it
+    path.write_text(json.dumps(record | {"num_prompts": 2}) + "\n")
+    found = summary(tmp_path)
+    assert (found["held_out_samples"], found["held_out_prompts"]) == (6, 2)
 
 
 def test_summary_of_a_run_that_left_nothing_is_not_an_error(tmp_path: Path) -> None:
@@ -189,9 +204,27 @@ def test_offline_wandb_keeps_every_row_in_its_own_file(tmp_path: Path) -> None:
     assert sink.num_dropped == 0
 
 
+def test_the_line_of_a_step_has_its_number_on_record_and_the_version_that_it_makes() -> None:
+    # Step s trains version s into s + 1; the last of 24 steps is step 23.
+    record = {"step": 23, "version": 24, "time/step_s": 1.0}
+    line = step_line(record, PipelineConfig(num_steps=24))
+    assert line.startswith("step  23 -> version  24/24  reward")
+
+
+def test_the_line_of_a_step_does_not_contradict_the_alerts_that_are_on() -> None:
+    record = {
+        "step": 2, "version": 3, "time/step_s": 1.0, "share/learner@wait_batch": 0.8,
+        "share/learner@forward": 0.2, "share/generator@decode": 1.0, "alerts": [],
+    }  # fmt: skip
+    line = step_line(record, PipelineConfig())
+    assert line.endswith("a larger pipeline.max_staleness or pipeline.depth)")
+    line = step_line(record | {"alerts": ["effective_sample"]}, PipelineConfig())
+    assert line.endswith("depth, but alerts speak against it: effective_sample)")
+
+
 def test_a_step_tells_how_many_groups_were_dropped(tmp_path: Path) -> None:
     record = {
-        "version": 3, "time/step_s": 1.0, "ledger/admitted": 40.0, "ledger/trained": 24.0,
+        "step": 2, "version": 3, "time/step_s": 1.0, "ledger/admitted": 40.0, "ledger/trained": 24.0,
         "ledger/dropped_stale": 2.0, "ledger/dropped_filtered": 9.0,
     }  # fmt: skip
     assert "  dropped 11 of 40 groups so far" in step_line(record, PipelineConfig())

@@ -10,7 +10,7 @@ from asyncrl.cli import main
 from asyncrl.sweep.plan import plan_runs
 from asyncrl.sweep.row import failed_row, write_row
 from asyncrl.sweep.settings import read_sweep
-from asyncrl.telemetry.terminal import printable, say
+from asyncrl.telemetry.terminal import printable, say, say_and_keep
 
 ATTACK = "answer \x1b[2J\x1b]0;pwned\x07 \udc80\r\u202e"
 SHOWN = "answer \u00b7[2J\u00b7]0;pwned\u00b7 \u00b7\u00b7\u00b7"
@@ -30,6 +30,18 @@ def test_what_a_run_says_is_shown_not_obeyed(capsys):
     # Neither markup nor names of emoji (":100:") mean anything.
     expected = f"FAILED: {SHOWN}\n  see rows.jsonl:100: [bold]x[/bold] caf\u00e9\n"
     assert capsys.readouterr().out == expected
+
+
+def test_what_is_said_is_kept_too_and_a_full_disk_keeps_nobody_from_saying_it(tmp_path, capsys):
+    path = tmp_path / "logs/supervisor.log"
+    for line in ("first", ATTACK):
+        say_and_keep(path)(line)  # each as of an attempt of its own
+    kept = [line.split(" ", 2)[2] for line in path.read_text().split("\n")[:-1]]
+    assert kept == ["first", SHOWN]  # behind date and time
+    path.unlink()
+    path.symlink_to("/dev/full")
+    say_and_keep(path)("last")
+    assert capsys.readouterr().out == f"first\n{SHOWN}\nlast\n"
 
 
 def test_a_failed_run_of_a_sweep_is_reported_without_its_escape_sequences(tmp_path, capsys):

@@ -46,12 +46,19 @@ def test_a_frame_says_how_far_how_good_how_old_and_who_waits(tmp_path):
     write_lines(run_dir / "drops.jsonl", [drop])
     text = drawn(run_dir)
     for part in (
-        "made  done  step 5 of 4", "0 → 0.04", "mean 1.00, largest 2 of k = 2", "67%", "33%",
+        "made  done  5 of 4 steps", "0 → 0.04", "mean 1.00, largest 2 of k = 2", "67%", "33%",
         "k3 2.5e-01", "waits 50%", "generation is the bottleneck", "admitted", "20",
         "group 77 at version 3: zero_signal", "on: mismatch",
         "step 4: mismatch: too far [red]now[/red]", "prompt 7 → completion 1",
     ):  # fmt: skip
         assert part in text, (part, text)
+
+
+def test_an_alert_about_staleness_stands_beside_the_advice_that_it_speaks_against(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    assert "speak against" not in drawn(run_dir, width=600)
+    append(run_dir / "metrics.jsonl", step_record(4, alerts=["mismatch"]))
+    assert "but alerts speak against it: mismatch)" in drawn(run_dir, width=600)
 
 
 def test_drops_with_a_payload_of_a_megabyte_are_shown(tmp_path):
@@ -172,7 +179,7 @@ def test_once_prints_one_frame_also_of_a_run_that_goes_on(tmp_path, capsys, monk
             with pytest.raises(SystemExit) as end:
                 main(["watch", str(path), "--once"])
             assert end.value.code == 0
-            assert f"made  {state}  step 4 of 4" in capsys.readouterr().out
+            assert f"made  {state}  4 of 4 steps" in capsys.readouterr().out
 
 
 def test_watching_ends_with_the_run(tmp_path):
@@ -196,7 +203,7 @@ def test_watching_ends_with_the_run(tmp_path):
         assert viewer.is_alive()
     viewer.join(30)
     assert not viewer.is_alive()
-    assert "done  step 5 of 4" in screen.file.getvalue()
+    assert "done  5 of 4 steps" in screen.file.getvalue()
 
 
 def test_a_folder_that_holds_no_run_is_refused(tmp_path, capsys):

@@ -159,8 +159,8 @@ function alerts() {
 function evaluations() {
   if (!DATA.evals.length) return section("evals", "Evaluations", null, el("p", { class: "soft" }, "None on record."));
   return section("evals", "Evaluations", "held-out problems, each evaluation under exactly one version", card(null, null, table({ class: "narrow" },
-    el("thead", null, el("tr", null, ["version", "score", "samples", "unscored", "mean tokens", "took"].map((h) => el("th", { class: "num" }, h)))),
-    el("tbody", null, DATA.evals.map((e) => el("tr", null, [e.version, show(e.mean_score), e.num_samples, e.num_unscored, show(e.mean_tokens), seconds(e.seconds)].map((v) => el("td", { class: "num" }, v ?? "-"))))))));
+    el("thead", null, el("tr", null, ["version", "score", "prompts", "samples scored", "unscored", "mean tokens", "took"].map((h) => el("th", { class: "num" }, h)))),
+    el("tbody", null, DATA.evals.map((e) => el("tr", null, [e.version, show(e.mean_score), e.num_prompts, e.num_samples, e.num_unscored, show(e.mean_tokens), seconds(e.seconds)].map((v) => el("td", { class: "num" }, v ?? "-"))))))));
 }
 
 function origin() {

@@ -183,7 +183,7 @@ function stepBody(step, showRollouts) {
     el("span", { class: "num" }, seconds(total ?? sum(causes)))] : null;
   return [
     el("p", { class: "says" + (slow ? " bad" : "") }, el("b", null, `Step ${step} took `), why,
-      DATA.causes.exact[index] ? null : el("span", { class: "soft" }, " (without a trace the generators' time is that of two seconds)")),
+      DATA.causes.exact[index] ? null : el("span", { class: "soft" }, " (without a trace a short step's times are those of a second)")),
     el("div", { class: "rows" }, row("learner", kinds.learner), row("usual (\u00b1 10 steps)", usual, usual_s),
       row("generators meanwhile", kinds.generator), row("scorers", kinds.scorer)),
     el("p", { class: "pairs" }, FACTS.filter((name) => isNumber(value(name))).map((name) =>
