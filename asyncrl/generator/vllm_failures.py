@@ -29,11 +29,15 @@ _LASTING = (
 )  # fmt: skip
 """Of CUDA errors: those that another try does not change."""
 
+_DISTURBED = "Error in memory profiling"
+"""vLLM looks twice at what is free, and does not start if it is more the second time."""
+
 
 def is_device_fault(error: Exception) -> bool:
-    """Whether a kernel failed: 0.26 was seen to end so, in one start of four, capturing CUDA graphs."""
+    """Whether something failed on the GPU that another try may not meet again."""
     cause = str(error)
-    return "CUDA error" in cause and not any(words in cause for words in _LASTING)
+    is_cuda = "CUDA error" in cause and not any(words in cause for words in _LASTING)
+    return is_cuda or _DISTURBED in cause
 
 
 def _one_line(error: Exception) -> str:
@@ -48,9 +52,13 @@ def start_failure(path: str, error: Exception) -> ConfigError | DeviceError:
     if len(cause) > _MAX_CAUSE_LENGTH:
         cause = cause[:_MAX_CAUSE_LENGTH] + " ..."
     if is_device_fault(error):
+        advice = (
+            "start one after another what shares the GPU"
+            if _DISTURBED in cause
+            else "engine.enforce_eager=true goes without CUDA graphs"
+        )
         return DeviceError(
-            f"vLLM failed on the GPU while it started: {cause} (that need not happen again; "
-            "engine.enforce_eager=true goes without CUDA graphs)"
+            f"vLLM failed on the GPU while it started: {cause} (that need not happen again; {advice})"
         )
     lowered = str(error).lower()
     advice = next(

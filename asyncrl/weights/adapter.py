@@ -73,11 +73,9 @@ def merged_weight(
     base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """W + scale * B A, [out, in], on the device and in the type of `base`: float32, cast once."""
-    if base.is_cuda and base.dtype == torch.bfloat16:
-        # One kernel: it adds up in float32 and rounds its result, as what follows does in six.
-        return torch.addmm(base, b.to(base), a.to(base), alpha=scale)
-    product = b.to(base.device, torch.float32) @ a.to(base.device, torch.float32)
-    return torch.add(base.float(), product, alpha=scale).to(base.dtype)
+    merged = base.to(torch.float32, copy=True)
+    merged.addmm_(b.to(base.device, torch.float32), a.to(base.device, torch.float32), alpha=scale)
+    return merged.to(base.dtype)
 
 
 def _ends_with(name: str, end: str) -> bool:

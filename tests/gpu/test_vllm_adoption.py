@@ -1,5 +1,8 @@
 """vLLM on a GPU in bfloat16 and fp8: which version sampled what, checked by forward passes of each.
 
+Each test in a process of its own (`analysis/gpu_run.sh OUT tests`): vLLM has one pool of memory for the
+CUDA graphs of a process, which a second engine finds given back (0.26, now and then).
+
 The packaged 135M model. Version 1 has every matrix multiplied by noise of 2 %. Figures are printed (-s).
 """
 

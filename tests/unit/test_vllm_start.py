@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError, DeviceError
 from asyncrl.generator.engines import make_engine
 from asyncrl.generator.memory import divide
 from asyncrl.generator.model_facts import describe_model
-from asyncrl.generator.vllm_failures import is_device_fault
+from asyncrl.generator.vllm_failures import is_device_fault, start_failure
 from tests.models import make_tiny_model
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
@@ -144,5 +144,10 @@ def test_a_kernel_that_fails_at_the_start_is_no_matter_of_settings(tiny, monkeyp
     monkeypatch.setattr(compat.LLMEngine, "from_engine_args", fail)
     with pytest.raises(DeviceError, match=r"illegal memory access .*need not happen again"):
         start(tiny)
+    disturbed = AssertionError(
+        "Error in memory profiling. Initial free memory 72.88 GiB, current ..."
+    )
+    assert is_device_fault(disturbed)
+    assert "one after another" in str(start_failure("model", disturbed))
     for lasting in ("out of memory", "no kernel image is available", "invalid device ordinal"):
         assert not is_device_fault(RuntimeError(f"CUDA error: {lasting}"))
