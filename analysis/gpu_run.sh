@@ -66,7 +66,7 @@ make_model(Path('$model'), '$shape')"
       tail -n 2 "$out"/sweep_?.log | cut -c1-200
       "${sweep[@]}" --report 2>&1 | tail -n 30; cp /tmp/sweep/sweep.json "$out/sweep_135m_h200.json"
       tar czf "$out/sweep.tgz" -C /tmp --exclude checkpoints sweep ;;
-    tests) python3 -m pytest -q --collect-only tests/gpu -p no:cacheprovider 2>/dev/null | grep :: | while read -r test; do
+    tests) python3 -m pytest --collect-only tests/gpu 2>/dev/null | grep :: | while read -r test; do
         timeout 100 python3 -m pytest -q -s -p no:cacheprovider "$test" >"$out/test_gpu.log" 2>&1; echo "exit $? $test"
         grep -E "^(recompute|keep|fp8)|^E  " "$out/test_gpu.log" | cut -c1-300; cat "$out/test_gpu.log" >>"$out/tests_gpu.log"
       done ;;
