@@ -20,7 +20,7 @@ train() {  # NAME SECONDS OVERRIDES...
   echo "== $name"
   timeout "$limit" python3 analysis/main_job.py --config launch/reverse_digits_1gpu.toml --keep "/tmp/$name" \
     --out "$out/train_$name.json" "$@" >"$out/$name.log" 2>&1
-  echo "exit $?"; grep -E "^(version|held-out|FAILED)" "$out/$name.log" | tail -n 5 | cut -c1-240
+  echo "exit $?"; grep -E "^(step|held-out|FAILED)" "$out/$name.log" | tail -n 5 | cut -c1-240
   rm -rf "/tmp/$name/checkpoints"; tar czf "$out/$name.tgz" -C /tmp "$name"
 }
 for step in "${@:2}"; do
