@@ -30,7 +30,7 @@ def error_file(run_dir: Path, name: str) -> Path:
 
 
 def cause(run_dir: Path, name: str, code: int) -> str:
-    """The end of one process, printable: its error, or the signal or exit code that is known."""
+    """The end of one process, printable: its error, signal or exit code as known; its log if any."""
     error = _error(run_dir, name)
     if error is not None:
         what = printable(f"{error['type']}: {error['message']}")
@@ -42,7 +42,8 @@ def cause(run_dir: Path, name: str, code: int) -> str:
         what = f"exit code {code}"
         if _is_full(run_dir):
             what += ": the disk of run_dir is full, its error could not be written"
-    return f"{name}: {what} (log: {run_dir}/logs/{name}.log)"
+    log = run_dir / "logs" / f"{name}.log"
+    return f"{name}: {what} (log: {log})" if log.exists() else f"{name}: {what}"
 
 
 def is_mismatch(run_dir: Path, name: str) -> bool:

@@ -16,12 +16,12 @@ A process is imported only when asked for; guard.py is the outermost frame of ea
 """
 
 import argparse
-import json
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from asyncrl.arguments import parse
 from asyncrl.config import RunConfig, read_config, to_toml
 from asyncrl.errors import ConfigError
 from asyncrl.guard import guard, leave
-from asyncrl.run_folder import check_model, check_unused, read_key, run_folder
+from asyncrl.run_folder import check_model, read_key, run_folder
 from asyncrl.sweep.settings import SweepSettings, read_sweep
 from asyncrl.telemetry.terminal import printable, say, say_and_keep
 
@@ -198,24 +198,18 @@ def _run(config: RunConfig, _options: argparse.Namespace) -> int:
 
 def _run_in(run_dir: Path, config: RunConfig) -> int:
     """The whole run, with its records in a folder that is ours alone."""
-    from asyncrl.run_folder import begin_attempt, resume_hint
+    from asyncrl import attempt
+    from asyncrl.run_folder import resume_hint
     from asyncrl.supervise import Supervisor
-    from asyncrl.telemetry.console import summary
-    from asyncrl.telemetry.provenance import provenance
 
-    (run_dir / "config.toml").write_text(to_toml(config.without_resume()))
-    record = provenance() | {"run_id": secrets.token_hex(6), "seed": config.seed}
-    run_id = begin_attempt(run_dir, record)
+    run_id = attempt.begin(run_dir, config)
     tell = say_and_keep(run_dir / "logs/supervisor.log")
     supervisor = Supervisor(config, run_dir, run_id, say=tell)
     tell(f"run {config.name}: records in {run_dir}")
     started_s = time.monotonic()
     code = supervisor.run()
-    found = summary(run_dir)
-    found["last_attempt_minutes"] = round((time.monotonic() - started_s) / 60, 2)
-    outcome = {0: "done", 130: "interrupted"}.get(code, "failed")
-    ended = {"outcome": outcome} | ({"failure": supervisor.failure} if supervisor.failure else {})
-    (run_dir / "summary.json").write_text(json.dumps(found | ended, indent=1) + "\n")
+    outcome: attempt.Outcome = "done" if code == 0 else "interrupted" if code == 130 else "failed"
+    found = attempt.end(run_dir, outcome, started_s=started_s, failure=supervisor.failure)
     for key, value in found.items():
         if key != "shares":
             tell(f"  {key}: {value}")
@@ -246,8 +240,6 @@ def _broker(config: RunConfig, options: argparse.Namespace) -> int:
 
 def _learner(config: RunConfig, options: argparse.Namespace) -> int:
     def train() -> None:
-        if not options.supervised and os.environ.get("RANK", "0") == "0":
-            check_unused(options.run_dir, config)
         from asyncrl.learner import assemble
 
         assemble.run(
@@ -258,7 +250,13 @@ def _learner(config: RunConfig, options: argparse.Namespace) -> int:
             run_dir=options.run_dir,
         )
 
-    code = _as("learner", options, train)
+    guarded = partial(_as, "learner", options, train)
+    if options.supervised or os.environ.get("RANK", "0") != "0":
+        code = guarded()
+    else:
+        from asyncrl.attempt import keep_by_hand
+
+        code = keep_by_hand(options.run_dir, config, run_id=options.run_id, train=guarded)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         leave(code)  # a thread of gloo that outlives its group makes that an abort
     return code

@@ -1,11 +1,13 @@
 """The folder of a run: who may use it, and the files in it that are secrets.
 
-Invariants: one supervisor at a time works in a folder (an flock(2) on `lock`, which the kernel gives
-back however the holder ends); a folder that holds a run is only used again to resume that run.
+Invariants: one supervisor at a time, or a learner started by hand, works in a folder (an flock(2) on
+`lock`, which the kernel gives back however the holder ends; a file system without it is trusted); a
+folder that holds a run is only used again to resume that run.
 """
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -16,6 +18,9 @@ from typing import Any
 from asyncrl.config import RunConfig, read_config
 from asyncrl.config.text import toml_value
 from asyncrl.errors import ConfigError
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What flock(2) says on a file system without it, as Lustre may be mounted on clusters."""
 
 
 @contextlib.contextmanager
@@ -62,16 +67,18 @@ def exclusive(path: Path, *, key: str, name: str = "lock") -> Iterator[None]:
         os.close(lock)
 
 
-def begin_attempt(run_dir: Path, record: dict[str, Any]) -> str:
+def begin_attempt(run_dir: Path, record: dict[str, Any], *, keep_id: bool = True) -> str:
     """Write `record` as run.json, before anything is started; the run's id.
 
-    A resumed run keeps its id, and the records of its earlier attempts. How the last one ended is
-    removed: a folder that holds a summary holds a run that has ended, whatever its files' times are.
+    A resumed run keeps its id, unless `keep_id` is false, and the records of its earlier attempts. How
+    the last one ended is removed: a folder that holds a summary holds a run that has ended, whatever
+    its files' times are.
     """
     path = run_dir / "run.json"
     if path.exists():
         earlier = json.loads(path.read_text())
-        record = record | {"run_id": earlier["run_id"], "earlier": earlier}
+        kept = {"run_id": earlier["run_id"]} if keep_id else {}
+        record = record | kept | {"earlier": earlier}
     for ended in (run_dir / "summary.json", *(run_dir / "errors").glob("*.json")):
         ended.unlink(missing_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -80,7 +87,7 @@ def begin_attempt(run_dir: Path, record: dict[str, Any]) -> str:
 
 
 def add_facts(run_dir: Path, **facts: object) -> None:
-    """Write more into run.json, which `asyncrl run` has made."""
+    """Write more into run.json, which is there."""
     path = run_dir / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | facts, indent=1) + "\n")
 
@@ -89,9 +96,11 @@ def check_unused(run_dir: Path, config: RunConfig) -> None:
     """For a learner that was started by hand, whose folder nobody has looked at before.
 
     Raises:
-        ConfigError: it holds another run's records, which would be set aside.
+        ConfigError: it holds another run's records, which would be set aside, or its checkpoints.
     """
-    if not config.checkpoint.resume and (run_dir / "metrics.jsonl").exists():
+    if config.checkpoint.resume:
+        _check_lineage(config.model_copy(update={"run_dir": str(run_dir)}))
+    elif (run_dir / "metrics.jsonl").exists():
         raise ConfigError(
             f"--run-dir {str(run_dir)!r} already holds a run; give another one, or continue it with "
             "checkpoint.resume=true"
@@ -184,6 +193,9 @@ def _take(lock: int, path: Path, key: str) -> None:
             f"{key}={str(path)!r} is in use by a run that has not ended; stop that one first, or "
             "choose another folder"
         ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 def resume_hint(run_dir: Path) -> str:

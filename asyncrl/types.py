@@ -16,6 +16,9 @@ FinishReason = Literal["stop", "length", "abort"]
 
 VerdictStatus = Literal["scored", "abstained", "timeout", "error"]
 
+GROUPS_PER_EPOCH = 2**40
+"""Group ids of epoch e start at e times this: no name, and no seed made from it, is used twice."""
+
 MAX_LOGPROB = 1e-3
 """Nats. Above 0 by no more than this is rounding and is clamped; above it the record is refused."""
 

@@ -28,6 +28,7 @@ from asyncrl.broker.peers import Outgoing, Peer, Peers
 from asyncrl.broker.readout import status, waits_for
 from asyncrl.broker.settings import Settings
 from asyncrl.errors import AsyncRLError, NoProgressError, PeerLostError, ProtocolError
+from asyncrl.types import GROUPS_PER_EPOCH
 from asyncrl.wire.messages import (
     Announcement,
     Beat,
@@ -44,9 +45,6 @@ from asyncrl.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
-
-GROUPS_PER_EPOCH = 2**40
-"""Group ids of epoch e start at e times this: no name, and no seed made from it, is used twice."""
 
 
 class Broker:

@@ -19,7 +19,7 @@ from asyncrl.generator.groups import Sheaf
 from asyncrl.generator.prompts import PromptRenderer
 from asyncrl.tasks.scoring import ScoringPool
 from asyncrl.telemetry.trace import Tracer
-from asyncrl.types import Verdict
+from asyncrl.types import GROUPS_PER_EPOCH, Verdict
 from asyncrl.weights.subscriber import Subscriber
 from asyncrl.wire import messages as m
 from asyncrl.wire.codec import encode_group
@@ -186,19 +186,23 @@ class Generator:
         if staged is None:
             return
         if staged.epoch > self._epoch:
-            self._abandon()
+            self._abandon(staged.epoch)
         if (staged.epoch, staged.version) > (self._epoch, self._engine.version):
             self._adopter.adopt(staged)
             self._tracer.mark("version", version=staged.version, epoch=staged.epoch)
             self._epoch = staged.epoch
         staged.release()
 
-    def _abandon(self) -> None:
-        """A learner that came back begins new books: what was started for the old ones is void."""
-        for request_id in list(self._sheaves):
+    def _abandon(self, epoch: int) -> None:
+        """A learner that came back begins new books: what was started for the old ones is void.
+
+        What `epoch` itself has started meanwhile, under the initial model, is in the new books.
+        """
+        void = [each for each in self._sheaves if each < epoch * GROUPS_PER_EPOCH]
+        for request_id in void:
             self._engine.abort(request_id)
-        self._counts["groups/abandoned"] += len(self._sheaves)
-        self._sheaves.clear()
+            del self._sheaves[request_id]
+        self._counts["groups/abandoned"] += len(void)
 
     def _decode(self) -> None:
         if not self._engine.num_unfinished:

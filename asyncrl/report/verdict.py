@@ -2,11 +2,11 @@
 
 | state       | because                                                                  |
 |-------------|--------------------------------------------------------------------------|
-| running     | a supervisor holds the folder's lock, or its records grew within a minute |
+| running     | somebody holds the folder's lock, or its records grew within a minute    |
 | done        | summary.json says so, which an attempt removes when it begins            |
 | interrupted | "                                                                        |
 | failed      | ", with the cause; or a process left an error                            |
-| killed      | none of these: whoever supervised it was killed                          |
+| killed      | none of these: whoever kept its records was killed                       |
 | empty       | the folder holds no run                                                  |
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from asyncrl.causes import root_cause
+from asyncrl.causes import is_known, root_cause
 from asyncrl.report.files import read_object
 
 State = Literal["running", "done", "interrupted", "failed", "killed", "empty"]
@@ -42,21 +42,25 @@ def read_verdict(run_dir: Path) -> Verdict:
     if summary.get("failure"):
         return Verdict("failed", str(summary["failure"]))
     failed = [path.stem for path in (run_dir / "errors").glob("*.json") if read_object(path)]
-    if failed:
-        return Verdict("failed", root_cause(run_dir, [(name, 1) for name in failed]))
-    if summary.get("outcome") == "interrupted":
+    ended = [(name, 1) for name in failed]
+    if summary.get("outcome") == "interrupted" and not is_known(run_dir, ended):  # all lost it only
         return Verdict("interrupted", "it was interrupted (Ctrl-C or a signal) and can be resumed")
+    if ended:
+        return Verdict("failed", root_cause(run_dir, ended))
     if summary:
         return Verdict("failed", "a process ended without leaving an error; see logs/")
     if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "run.json").exists():
         return Verdict("empty", "the folder holds no run")
     if time.time() - _last_write(run_dir) < _GROWING_S:
         return Verdict("running", "records were written within the last minute")
-    return Verdict("killed", "it left no summary: whoever supervised it was killed")
+    return Verdict(
+        "killed",
+        "it left no summary: whoever kept its records (the supervisor, or a learner by hand) was killed",
+    )
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a supervisor holds flock(2) on the file.
+    """Whether a supervisor, or a learner started by hand, holds flock(2) on the file.
 
     Tried with a shared lock that is given back at once: while a run goes on it is never obtained.
     """

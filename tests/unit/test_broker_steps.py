@@ -3,8 +3,8 @@
 import pytest
 
 from asyncrl.broker.evals import EvalSchedule
-from asyncrl.broker.state import GROUPS_PER_EPOCH
 from asyncrl.errors import ProtocolError
+from asyncrl.types import GROUPS_PER_EPOCH
 from asyncrl.wire import messages as m
 from tests.unit.broker_desk import Desk, desk_at_work, evaluated, kinds, work
 

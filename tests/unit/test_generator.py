@@ -16,7 +16,7 @@ from asyncrl.generator.prompts import PromptRenderer
 from asyncrl.tasks import make_task
 from asyncrl.tasks.scoring import ScoringPool
 from asyncrl.telemetry.trace import Tracer
-from asyncrl.types import Verdict, VersionSpan
+from asyncrl.types import GROUPS_PER_EPOCH, Verdict, VersionSpan
 from asyncrl.weights.snapshot import named_weights
 from asyncrl.weights.staging import DeviceStaging
 from asyncrl.weights.subscriber import Subscriber
@@ -175,6 +175,34 @@ def test_of_weights_that_come_during_an_evaluation_the_newest_are_adopted_after_
     # It reported the evaluation before it reported the new version.
     order = [one for one in came if isinstance(one, m.EvalDone) or is_version(one, newest)]
     assert isinstance(order[0], m.EvalDone)
+
+
+def test_a_new_epoch_voids_the_groups_of_earlier_ones_and_keeps_its_own(path, parts, tmp_path):
+    # A resumed learner's own may be started under the initial model, before it has announced its weights.
+    settings = parts.pop("config")
+    engine = parts["engine"]
+    engine.may_decode = lambda: ("adopted", 1) in engine.events
+    ids = [0, GROUPS_PER_EPOCH]
+    starts = [m.GroupStart(group_id=each, ordinal=0, attempt=0, seed=0) for each in ids]
+    with (
+        brokered(m.Welcome(beat_s=1.0, silence_s=PATIENCE_S)) as broker,
+        learning(named_weights(load_policy(path).model), tmp_path, "shm", epoch=1) as learner,
+    ):
+        mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
+        broker.send(m.Work(starts=starts))
+        broker.send(learner.publish(1))
+        thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
+        thread.start()
+        came = []
+        while not any(isinstance(one, m.GroupDone) for one in came):
+            came.append(broker.get().message)
+            assert len(came) < 100  # counters come in any case, four a second
+        broker.send(m.Stop(reason="test"))
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        mailbox.close("test")
+    assert [one.group_id for one in came if isinstance(one, m.GroupDone)] == ids[1:]
+    assert {one[1] for one in engine.events if one[0] == "finished"} == set(ids[1:])
 
 
 @pytest.mark.parametrize(

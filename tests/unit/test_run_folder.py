@@ -1,5 +1,7 @@
 """Whose folder it is, what remains of whom, and whose fault it was."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -15,7 +17,7 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.family import children, kill_orphans
 from asyncrl.guard import record_first
-from asyncrl.run_folder import check_model, read_key, run_folder
+from asyncrl.run_folder import check_model, exclusive, read_key, run_folder
 
 
 def config(run_dir: Path | str = "", *, resume: bool = False) -> RunConfig:
@@ -144,6 +146,21 @@ def test_an_empty_or_unreadable_key_is_refused(tmp_path: Path) -> None:
         read_key(tmp_path / "key")
 
 
+def test_a_file_system_without_locks_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(_descriptor: int, _operation: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    error = errno.ENOSYS  # as Lustre says without its mount option
+    with exclusive(tmp_path, key="run_dir"):
+        pass
+    error = errno.EIO
+    with pytest.raises(OSError, match="Input/output"), exclusive(tmp_path, key="run_dir"):
+        pass
+
+
 def record(run_dir: Path, name: str, kind: str, time_s: float, message: str = "m") -> None:
     path = error_file(run_dir, name)
     path.parent.mkdir(exist_ok=True)
@@ -165,8 +182,12 @@ def test_the_earliest_error_is_the_cause_and_a_messenger_never_is(tmp_path: Path
 def test_a_cause_quotes_no_control_character_and_can_be_written(tmp_path: Path) -> None:
     record(tmp_path, "learner", "ConfigError", 1.0, message="\x1b[2J half \udc80\nof it")
     said = cause(tmp_path, "learner", 2)
-    assert said.startswith("learner: ConfigError: \u00b7[2J half \u00b7\nof it (log: ")
+    assert said == "learner: ConfigError: \u00b7[2J half \u00b7\nof it"
     said.encode()
+    log = tmp_path / "logs/learner.log"
+    log.parent.mkdir()
+    log.touch()  # one that was started by hand has none
+    assert cause(tmp_path, "learner", 2) == f"{said} (log: {log})"
 
 
 def test_of_several_ranks_the_first_to_fail_is_on_record(tmp_path: Path) -> None:
@@ -181,7 +202,7 @@ def test_an_error_that_a_full_disk_swallowed_is_put_down_to_it(tmp_path: Path) -
     path = tmp_path / "errors"
     path.symlink_to("/dev/full")  # as little room as there is; not a folder either
     record_first(path / "learner.json", "x")
-    assert root_cause(tmp_path, [("learner", 1)]).startswith("learner: exit code 1 (log")
+    assert root_cause(tmp_path, [("learner", 1)]) == "learner: exit code 1"
     # /proc is a file system without any free byte.
     assert "the disk of run_dir is full" in root_cause(Path("/proc"), [("learner", 1)])
 
