@@ -11,11 +11,12 @@ import time
 from collections import Counter
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, PeerLostError, ProtocolError
+from asyncrl.errors import PeerLostError, ProtocolError
 from asyncrl.generator.adoption import Adopter
 from asyncrl.generator.engine import Completion, Engine, SampleRequest
 from asyncrl.generator.evaluation import Evaluation
 from asyncrl.generator.groups import Sheaf
+from asyncrl.generator.hopeless import check_scorer
 from asyncrl.generator.prompts import PromptRenderer
 from asyncrl.tasks.scoring import ScoringPool
 from asyncrl.telemetry.trace import Tracer
@@ -29,9 +30,6 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 0.1
 """How long an idle loop sleeps when nothing comes: scorers' deadlines and reports are not news."""
-
-_HOPELESS_VERDICTS = 64
-"""After this many verdicts without a single score the scorer is taken to be broken."""
 
 _REPORT_S = 0.25
 """Seconds between two reports of running totals."""
@@ -237,7 +235,7 @@ class Generator:
             self._count_trouble(f"verdict/{verdict.status}", verdict.detail)
         else:
             self._counts[f"verdict/{verdict.status}"] += 1
-        self._check_scorer(verdict)
+        check_scorer(self._counts, verdict)
         sheaf = self._sheaves.get(request_id)
         if sheaf is None:
             return  # abandoned while it was scored
@@ -254,17 +252,6 @@ class Generator:
             self._fail(request_id, "bad_logprobs", retry=True)
         else:
             self._send(request_id, sheaf)
-
-    def _check_scorer(self, verdict: Verdict) -> None:
-        """A scorer that has never given a score will not: say so now, not after no_progress_s."""
-        if verdict.status == "scored" or self._counts["verdict/scored"]:
-            return
-        failed = sum(self._counts[f"verdict/{kind}"] for kind in ("error", "timeout", "abstained"))
-        if failed - self._counts["finish/abort"] >= _HOPELESS_VERDICTS:
-            raise ConfigError(
-                f"the first {failed} completions got no score at all; the last verdict was "
-                f"{verdict.status!r}: {verdict.detail or 'no reason given'} (see task.*)"
-            )
 
     def _count_trouble(self, counter: str, text: str) -> None:
         """Count what goes on without us; the first of a kind are logged, so that no disk fills up."""
