@@ -128,23 +128,30 @@ def test_staged_weights_are_not_overwritten_before_their_release(transport, tmp_
         assert torch.equal(got, fill(torch.empty(1000), 1))
 
 
-def test_weights_stay_in_host_memory_when_the_device_has_no_room(tmp_path, monkeypatch, caplog):
-    weight = fill(torch.empty(1000), 3)
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(torch, "empty"), (torch.Tensor, "sum")],
+    ids=["for the copy", "for its digests"],
+)
+def test_weights_stay_in_host_memory_when_the_device_has_no_room(
+    place, name, tmp_path, monkeypatch, caplog
+):
+    weight = fill(torch.empty(2000), 3)
     staging = DeviceStaging(CPU)
 
     def out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with (
-        learning([("weight", weight)], tmp_path, "shm") as learner,
+        learning([("weight", weight)], tmp_path, "shm", chunk_bytes=5000) as learner,
         generating(tmp_path, staging=staging) as subscriber,
     ):
         announcement = learner.publish(0)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", out_of_memory)
+            patch.setattr(place, name, out_of_memory)
             staged = fetch(subscriber, announcement)
         ((_, got),) = staged.tensors()
         assert torch.equal(got, weight)
         staged.release()
         fetch(subscriber, learner.publish(1))  # not tried again, and not said again
-    assert caplog.text.count("no room to stage 4032 bytes") == 1  # 4,000 in whole lines of 64
+    assert caplog.text.count("no room to stage 8000 bytes") == 1  # whole lines of 64
