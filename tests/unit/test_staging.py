@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -59,6 +60,16 @@ def is_free(path):
         except BlockingIOError:
             return False
     return True
+
+
+def test_mapping_a_file_fetches_none_of_its_pages():
+    block = memory_file(2**20)
+    text = Path("/proc/self/smaps").read_text().partition(f" {block.file.identity[1]} ")[2]
+    assert text.split()[:1] == ["/memfd:asyncrl-weights"]
+    assert re.search(r"Rss: +(\d+) kB", text)[1] == "0"
+    block.memory[0] = 1
+    text = Path("/proc/self/smaps").read_text().partition(f" {block.file.identity[1]} ")[2]
+    assert re.search(r"Rss: +(\d+) kB", text)[1] != "0"
 
 
 @settings(max_examples=25)
