@@ -70,8 +70,10 @@ class Generator:
         self._next_report_s = 0.0
         self._has_begun = False
         self._stop: m.Stop | None = None
-        if mailbox.welcome.announcement is not None:
-            subscriber.start(mailbox.welcome.announcement)
+        self._announced = (-1, -1)  # (epoch, version) of the newest Announcement that was handled
+        if (announcement := mailbox.welcome.announcement) is not None:
+            self._announced = (announcement.epoch, announcement.version)
+            subscriber.start(announcement)
         mailbox.listen(self._prefetch)
 
     def _prefetch(self, message: m.Message) -> None:
@@ -106,8 +108,7 @@ class Generator:
             return "generator/start"  # the learner may still be loading
         if self._pool.num_pending:
             return "generator/wait_score"
-        fetching = self._subscriber.is_fetching
-        return "generator/wait_weights" if fetching else "generator/wait_credit"
+        return "generator/wait_weights" if self._subscriber.is_fetching else "generator/wait_credit"
 
     def _handle(self, message: m.Message) -> None:
         match message:
@@ -116,8 +117,8 @@ class Generator:
                 self._has_begun = True
                 for start in starts:
                     self._start(start)
-            case m.Announcement():
-                self._asked = None  # `_prefetch` has seen to the rest
+            case m.Announcement(epoch=epoch, version=version):
+                self._asked, self._announced = None, (epoch, version)  # fetched by `_prefetch`
             case m.Evaluate(version=version):
                 self._has_begun = True
                 self._evaluate(version)
@@ -160,10 +161,8 @@ class Generator:
         return max(1, min(self._config.engine.max_completion_tokens, room))
 
     def _fail(self, group_id: int, reason: str, *, retry: bool) -> None:
-        message = m.GroupFailed.model_validate(
-            {"group_id": group_id, "reason": reason, "retry": retry}
-        )
-        self._mailbox.send(message)
+        facts = {"group_id": group_id, "reason": reason, "retry": retry}
+        self._mailbox.send(m.GroupFailed.model_validate(facts))
 
     def _evaluate(self, version: int) -> None:
         if version != self._engine.version:
@@ -180,7 +179,8 @@ class Generator:
         if self._evaluation is not None:
             self._subscriber.prefer_newest()
             return
-        staged = self._subscriber.ready()
+        # What came before an announcement is about the weights held then: an Evaluate, Work of an epoch.
+        staged = self._subscriber.ready(self._announced)
         if staged is None:
             return
         if staged.epoch > self._epoch:

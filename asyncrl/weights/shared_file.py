@@ -51,8 +51,12 @@ class MappedFile:
     def __init__(
         self, file: OpenFile, num_bytes: int, sharing: Literal["shared", "private"]
     ) -> None:
-        """Map it; "private": what is written to the memory is seen by nobody else."""
-        flags = mmap.MAP_PRIVATE if sharing == "private" else mmap.MAP_SHARED | mmap.MAP_POPULATE
+        """Map it; "private": what is written to the memory is seen by nobody else.
+
+        No page is fetched yet: mmap would stop every thread of this process for all of them. Who copies
+        or pins the memory fetches them, and lets the other threads run.
+        """
+        flags = mmap.MAP_PRIVATE if sharing == "private" else mmap.MAP_SHARED
         self.file = file
         self.memory = mmap.mmap(
             file.fd, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE

@@ -28,6 +28,8 @@ from asyncrl.weights.pinning import Pins
 
 log = logging.getLogger(__name__)
 
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
 
 class DeviceStaging:
     """One buffer on a device, as large as a version, and the way into it; used from one thread."""
@@ -36,7 +38,7 @@ class DeviceStaging:
         """Memory is taken by the first `upload`."""
         self._device = device
         self._pins = Pins() if device.type == "cuda" else None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = _NO_BYTES
         self._stream: torch.cuda.Stream | None = None
         self._too_large = 2**63
         """Bytes that the device had no room for: not asked for again."""
@@ -56,23 +58,30 @@ class DeviceStaging:
             return None
         try:
             self._prepare(manifest.total_bytes)
+            corrupt = self._copy(fetched, is_verified=is_verified)
         except torch.OutOfMemoryError as error:
             self._too_large = manifest.total_bytes
+            self._buffer = _NO_BYTES
             log.warning("no room to stage %d bytes: %s", manifest.total_bytes, error)
             return None
-        if self._pins is not None:
-            self._pins.pin(fetched.block, fetched.block.memory)
-        source = torch.frombuffer(
-            fetched.block.memory, dtype=torch.uint8, count=manifest.total_bytes
-        )
-        with torch.cuda.stream(self._stream):
-            self._buffer.copy_(source, non_blocking=True)
-            corrupt = None if is_verified else self._find_corrupt(fetched)
-        if self._stream is not None:
-            self._stream.synchronize()
         if corrupt is not None:
             raise WeightMismatchError(manifest.corruption(corrupt, "the learner's snapshot"))
         return [(spec.name, self._view(spec)) for spec in manifest.tensors]
+
+    def _copy(self, fetched: Fetched, *, is_verified: bool) -> int | None:
+        """Fill the buffer; the first chunk in it that is wrong. `fetched` is not read afterwards."""
+        if self._pins is not None:
+            self._pins.pin(fetched.block, fetched.block.memory)
+        source = torch.frombuffer(
+            fetched.block.memory, dtype=torch.uint8, count=fetched.manifest.total_bytes
+        )
+        try:
+            with torch.cuda.stream(self._stream):
+                self._buffer.copy_(source, non_blocking=True)
+                return None if is_verified else self._find_corrupt(fetched)
+        finally:
+            if self._stream is not None:
+                self._stream.synchronize()
 
     def _prepare(self, num_bytes: int) -> None:
         if self._pins is not None and self._stream is None:

@@ -169,8 +169,11 @@ class Subscriber:
                 self._thread.start()
             self._changed.notify_all()
 
-    def ready(self) -> StagedWeights | None:
+    def ready(self, newest: tuple[int, int] | None = None) -> StagedWeights | None:
         """The version that is complete, once; None while there is none. Never blocks.
+
+        Args:
+            newest: (epoch, version); what is newer waits for a later call.
 
         Raises:
             PeerLostError: the publisher did not answer in time.
@@ -179,7 +182,10 @@ class Subscriber:
         """
         with self._changed:
             self._failure.raise_if_failed(forget=True)
-            staged, self._staged = self._staged, None
+            staged = self._staged
+            if staged is None or (newest and (staged.epoch, staged.version) > newest):
+                return None
+            self._staged = None
             return staged
 
     @property

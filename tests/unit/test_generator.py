@@ -42,6 +42,7 @@ class Prompt(Subscriber):
     newest = None
 
     def __init__(self, *arguments, **options):
+        self.before_ready = lambda: None  # called once
         self.fetched = threading.Semaphore(0)
         super().__init__(*arguments, on_change=self.fetched.release, **options)
 
@@ -49,12 +50,14 @@ class Prompt(Subscriber):
         super().start(announcement)
         self.newest = announcement.version
 
-    def ready(self):
+    def ready(self, newest=None):
+        before, self.before_ready = self.before_ready, lambda: None
+        before()
         with self._changed:
             self._changed.wait_for(
                 lambda: self._staged or not (self._busy or self._target), PATIENCE_S
             )
-        return super().ready()
+        return super().ready(newest)
 
 
 class Recorded(HFEngine):
@@ -132,6 +135,55 @@ def test_weights_are_fetched_while_the_engine_is_in_the_middle_of_a_step(path, p
         thread.join(PATIENCE_S)
         mailbox.close("test")
     assert came_in_step == [True]
+
+
+def test_weights_are_adopted_only_after_what_came_before_their_announcement(path, parts, tmp_path):
+    # The broker sends Evaluate(0) and newer weights at once; here both come, and are fetched, between
+    # the loop's look into the mailbox and its look for weights.
+    settings = parts.pop("config")
+    engine, subscriber = parts["engine"], parts["subscriber"]
+    with (
+        brokered(m.Welcome(beat_s=1.0, silence_s=PATIENCE_S)) as broker,
+        learning(named_weights(load_policy(path).model), tmp_path, "shm", epoch=0) as learner,
+    ):
+
+        def announce():
+            broker.send(m.Evaluate(version=0))
+            broker.send(learner.publish(1))
+            assert subscriber.fetched.acquire(timeout=PATIENCE_S)
+
+        subscriber.before_ready = announce
+        mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
+        thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
+        thread.start()
+        came = []
+        while held(came) != (0, 1):
+            came.append(broker.get().message)
+            assert len(came) < 100  # counters come in any case, four a second
+        broker.send(m.Stop(reason="test"))
+        thread.join(PATIENCE_S)
+        mailbox.close("test")
+    [done] = [one for one in came if isinstance(one, m.EvalDone)]
+    assert done.version == 0
+    assert [event[0] for event in engine.events] == ["finished"] * 6 + ["adopted"]
+
+
+def test_weights_that_the_welcome_announces_are_adopted(path, parts, tmp_path):
+    settings = parts.pop("config")
+    with learning(named_weights(load_policy(path).model), tmp_path, "shm", epoch=0) as learner:
+        welcome = m.Welcome(beat_s=1.0, silence_s=PATIENCE_S, announcement=learner.publish(3))
+        with brokered(welcome) as broker:
+            mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
+            thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
+            thread.start()
+            came = []
+            while held(came) != (0, 3):
+                came.append(broker.get().message)
+                assert len(came) < 100  # counters come in any case, four a second
+            broker.send(m.Stop(reason="test"))
+            thread.join(PATIENCE_S)
+            mailbox.close("test")
+    assert parts["engine"].events == [("adopted", 3)]
 
 
 @pytest.mark.parametrize("newest", [1, 2])

@@ -132,6 +132,24 @@ def test_a_listener_is_shown_each_message_once_in_order_before_it_is_received():
         assert shown.empty()
 
 
+def test_no_message_can_be_received_or_missed_while_it_is_shown():
+    # Under one lock with the inbox, or `listen` could come between the two and show it to nobody.
+    is_locked = queue.SimpleQueue()
+
+    def listener(message):
+        def look():
+            is_locked.put(not mailbox._changed.acquire(blocking=False))
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        looking.join(PATIENCE_S)
+
+    with mailed(CALM) as (broker, mailbox):
+        mailbox.listen(listener)
+        broker.send(Evaluate(version=0))
+        assert is_locked.get(timeout=PATIENCE_S)
+
+
 def test_an_error_of_a_listener_is_raised_by_the_next_call():
     def refuse(message):
         raise ProtocolError(f"version {message.version} came twice")

@@ -1,6 +1,8 @@
 """Staging on a device, here the CPU: whole, checked, and never under a view that is in use."""
 
+import fcntl
 import gc
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from asyncrl.weights.digests import digest_chunks
 from asyncrl.weights.fetched import Fetched
 from asyncrl.weights.manifest import DTYPE_NAMES, Manifest, lay_out, tensor_views
 from asyncrl.weights.shared_file import memory_file
+from asyncrl.weights.snapshot_files import SnapshotFiles
 from asyncrl.weights.staging import DeviceStaging
 from tests.unit.weight_peers import (
     TRANSPORTS,
@@ -47,6 +50,26 @@ def mappings(folder):
     """How often this process maps each file of `folder`, by inode."""
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     return Counter(ln[4] for ln in lines if len(ln) == 6 and ln[5].startswith(str(folder)))
+
+
+def is_free(path):
+    """Whether the learner could write to the file: nobody has it locked."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_mapping_a_file_fetches_none_of_its_pages():
+    block = memory_file(2**20)
+    text = Path("/proc/self/smaps").read_text().partition(f" {block.file.identity[1]} ")[2]
+    assert text.split()[:1] == ["/memfd:asyncrl-weights"]
+    assert re.search(r"Rss: +(\d+) kB", text)[1] == "0"
+    block.memory[0] = 1
+    text = Path("/proc/self/smaps").read_text().partition(f" {block.file.identity[1]} ")[2]
+    assert re.search(r"Rss: +(\d+) kB", text)[1] != "0"
 
 
 @settings(max_examples=25)
@@ -105,6 +128,51 @@ def test_each_file_is_mapped_once_and_free_for_the_learner_once_it_is_copied(tmp
                 assert set(times.values()) == {2}  # the learner, and we
 
 
+def test_a_file_is_locked_while_it_is_copied_and_no_longer_also_if_that_fails(tmp_path):
+    files = SnapshotFiles("run", shm_dir=tmp_path, max_total_bytes=2**20)
+    with learning([("weight", torch.zeros(1000))], tmp_path, "shm") as learner:
+        announcement = learner.publish(0)
+        path = Path(announcement.endpoint)
+        assert is_free(path)
+        blocks = []
+
+        def fail(fetched):
+            blocks.append(fetched.block)
+            assert not is_free(path)
+            raise WeightMismatchError("in the copy")
+
+        with pytest.raises(WeightMismatchError), files.shared(announcement) as fetched:
+            fail(fetched)
+        assert is_free(path)
+        with files.shared(announcement) as fetched:
+            assert [fetched.block] == blocks  # pinned once
+            assert not is_free(path)
+        assert is_free(path)
+
+
+def test_a_page_changed_behind_the_learners_back_is_found_in_the_copy(tmp_path):
+    with (
+        learning([("weight", torch.zeros(1000))], tmp_path, "shm") as learner,
+        generating(tmp_path, staging=DeviceStaging(CPU)) as subscriber,
+    ):
+        announcement = learner.publish(0)
+        with Path(announcement.endpoint).open("r+b") as file:
+            file.seek(2100)
+            file.write(b"x")
+        subscriber.start(announcement)
+        with pytest.raises(WeightMismatchError, match="version 0: chunk 2 of 5 in"):
+            subscriber.wait(WAIT_S)
+
+
+def test_nothing_stays_mapped_after_the_end(tmp_path):
+    with learning([("weight", torch.zeros(1000))], tmp_path, "shm") as learner:
+        with generating(tmp_path, staging=DeviceStaging(CPU)) as subscriber:
+            for version in range(4):
+                fetch(subscriber, learner.publish(version)).release()
+            assert set(mappings(tmp_path).values()) == {2}  # the learner, and we
+        assert set(mappings(tmp_path).values()) == {1}
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_staged_weights_are_not_overwritten_before_their_release(transport, tmp_path):
     weight = torch.empty(1000)
@@ -128,23 +196,35 @@ def test_staged_weights_are_not_overwritten_before_their_release(transport, tmp_
         assert torch.equal(got, fill(torch.empty(1000), 1))
 
 
-def test_weights_stay_in_host_memory_when_the_device_has_no_room(tmp_path, monkeypatch, caplog):
-    weight = fill(torch.empty(1000), 3)
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(torch, "empty"), (torch.Tensor, "sum")],
+    ids=["for the copy", "for its digests"],
+)
+def test_weights_stay_in_host_memory_when_the_device_has_no_room(
+    place, name, tmp_path, monkeypatch, caplog
+):
+    weight = fill(torch.empty(2000), 3)
     staging = DeviceStaging(CPU)
 
     def out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with (
-        learning([("weight", weight)], tmp_path, "shm") as learner,
+        learning([("weight", weight)], tmp_path, "shm", chunk_bytes=5000) as learner,
         generating(tmp_path, staging=staging) as subscriber,
     ):
         announcement = learner.publish(0)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", out_of_memory)
+            patch.setattr(place, name, out_of_memory)
             staged = fetch(subscriber, announcement)
+        assert len(staging._buffer) == 0  # what it got of the device's memory is given back
         ((_, got),) = staged.tensors()
-        assert torch.equal(got, weight)
+        expected = weight.clone()
+        for version in range(1, 5):  # more than the learner has files
+            fill(weight, 10 + version)
+            announcement = learner.publish(version)
+        assert torch.equal(got, expected)
         staged.release()
-        fetch(subscriber, learner.publish(1))  # not tried again, and not said again
-    assert caplog.text.count("no room to stage 4032 bytes") == 1  # 4,000 in whole lines of 64
+        fetch(subscriber, announcement)  # not tried again, and not said again
+    assert caplog.text.count("no room to stage 8000 bytes") == 1  # whole lines of 64
