@@ -60,11 +60,15 @@ def generator_values(
 ) -> dict[str, float]:
     """Rates of all generators together, and everybody's shares of time, from running totals.
 
-    `seconds` lie between `before` and `now`; an empty `before`, with start-up behind it, gives no shares.
+    A batch brings the totals of the moment in which it was handed over, long before its step ends if the
+    learner is the slower side. So the time between `before` and `now` is the broker's own, which is in
+    both. `seconds` stands for it where `before` is empty, which, with start-up behind it, gives no shares.
     What no generator has counted yet has no rate: their reports are up to 0.25 s old, and the first steps
     of a short run are made of tokens that no report has brought.
     """
     values = {}
+    if before:
+        seconds = _elapsed_s(now, before) or seconds
     if any(name in now for name in _GENERATOR_BUSY):
         busy_s = sum(now.get(name, 0.0) - before.get(name, 0.0) for name in _GENERATOR_BUSY)
         values["generator/busy_frac"] = min(1.0, busy_s / (seconds * num_generators))
@@ -79,6 +83,11 @@ def generator_values(
         "prompts/too_long": now.get("prompts/too_long", 0.0),
         **(share_values(totals_shares(now, before)) if before else {}),
     }
+
+
+def _elapsed_s(now: Mapping[str, float], before: Mapping[str, float]) -> float:
+    """The broker's seconds between two of its totals, which leave out no moment."""
+    return sum(now[name] - before.get(name, 0.0) for name in now if name.startswith("broker/"))
 
 
 def eval_values(evaluation: EvalDone) -> dict[str, float]:

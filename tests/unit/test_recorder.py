@@ -258,6 +258,18 @@ def test_generators_are_busy_for_a_share_of_the_time_and_events_not_yet_sent_are
     assert not {"generator/busy_frac", "rate/sampled_tokens_per_s"} & set(nothing)
 
 
+def test_generators_are_measured_by_the_time_between_the_brokers_own_totals():
+    # 4 s of the broker, of which two generators were busy for 6 of 8; the step itself took 10 s.
+    before = {"broker/idle": 1.0, "generator/decode": 2.0, "generator/wait_credit": 1.0}
+    before["sampled_tokens"] = 100.0
+    now = {"broker/idle": 4.5, "broker/other": 0.5, "generator/decode": 8.0}
+    now |= {"generator/wait_credit": 3.0, "sampled_tokens": 180.0}
+    values = records.generator_values(now, before, seconds=10.0, num_generators=2)
+    assert values["generator/busy_frac"] == 0.75
+    assert values["rate/sampled_tokens_per_s"] == 20.0
+    assert values["share/generator@wait_credit"] == 0.25  # busy and waiting are of the same time
+
+
 def test_a_rate_is_left_out_until_a_report_has_brought_its_count():
     # A first report may be of the start alone; before any completion has ended it brings no tokens.
     values = records.generator_values({"generator/start": 2.0}, {}, seconds=1.0, num_generators=1)
