@@ -62,7 +62,7 @@ def generator_values(
 
     A batch brings the totals of the moment in which it was handed over, long before its step ends if the
     learner is the slower side. So the time between `before` and `now` is the broker's own, which is in
-    both. `seconds` stands for it where `before` is empty, which, with start-up behind it, gives no shares.
+    both. `seconds` stands for it where `before` is empty, which, with start-up behind it, has no shares.
     What no generator has counted yet has no rate: their reports are up to 0.25 s old, and the first steps
     of a short run are made of tokens that no report has brought.
     """
