@@ -133,7 +133,7 @@ def test_a_scorer_that_raises_hangs_or_returns_nan_is_counted_and_nothing_is_los
         assert (rollout["score"] is None) == (rollout["verdict"] != "scored")
         if rollout["detail"].startswith("ValueError"):
             said.add(rollout["detail"])
-    assert said == {"ValueError: half \\udc80 pair \u00b7[2J"}
+    assert said == {"ValueError: half \\udc80 pair \u00b7[2J (scorer.py:14)"}
     assert steps[-1]["ledger/failed"] > 0
 
 
