@@ -191,21 +191,26 @@ def _probe(config: RunConfig, options: argparse.Namespace) -> int:
 def _run(config: RunConfig, _options: argparse.Namespace) -> int:
     from asyncrl.preflight import check_settings
 
-    check_settings(config)
+    num_rows = check_settings(config)
     with run_folder(config) as run_dir:
-        return _run_in(run_dir, config)
+        return _run_in(run_dir, config, num_rows)
 
 
-def _run_in(run_dir: Path, config: RunConfig) -> int:
+def _run_in(run_dir: Path, config: RunConfig, num_rows: dict[str, int]) -> int:
     """The whole run, with its records in a folder that is ours alone."""
     from asyncrl import attempt
-    from asyncrl.run_folder import resume_hint
+    from asyncrl.preflight import describe_rows
+    from asyncrl.run_folder import add_facts, resume_hint
     from asyncrl.supervise import Supervisor
 
     run_id = attempt.begin(run_dir, config)
     tell = say_and_keep(run_dir / "logs/supervisor.log")
     supervisor = Supervisor(config, run_dir, run_id, say=tell)
     tell(f"run {config.name}: records in {run_dir}")
+    if num_rows:
+        add_facts(run_dir, num_rows=num_rows)
+        for line in describe_rows(num_rows, config):
+            tell(line)
     started_s = time.monotonic()
     code = supervisor.run()
     outcome: attempt.Outcome = "done" if code == 0 else "interrupted" if code == 130 else "failed"

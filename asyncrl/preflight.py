@@ -5,6 +5,7 @@ data set's generator, runs in a scoring process (tasks/worker.py): with a deadli
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config import JsonlTask, ReasoningGymTask, RunConfig, VllmEngineConfig
@@ -12,11 +13,15 @@ from asyncrl.extras import check_peft, check_vllm
 from asyncrl.family import children, inherit_orphans, kill_orphans
 from asyncrl.run_folder import check_model, read_key
 from asyncrl.tasks import make_task
+from asyncrl.tasks.jsonl import Jsonl
 from asyncrl.tasks.scoring import ScoringPool
 
 
-def check_settings(config: RunConfig) -> None:
+def check_settings(config: RunConfig) -> dict[str, int]:
     """Refuse what this host's processes would refuse only after some of them have loaded a model.
+
+    Returns:
+        How many rows of the task's file each split has; empty if its problems are made, not read.
 
     Raises:
         ConfigError: model, key, data or scorer are missing or broken, or a package is not installed.
@@ -28,9 +33,28 @@ def check_settings(config: RunConfig) -> None:
     check_model(config)
     if config.broker.token_path:
         read_key(Path(config.broker.token_path))
-    make_task(config.task, seed=config.seed)
+    task = make_task(config.task, seed=config.seed)
     if isinstance(config.task, JsonlTask | ReasoningGymTask):
         check_scorer_starts(config)
+    return task.num_rows if isinstance(task, Jsonl) else {}
+
+
+def describe_rows(num_rows: dict[str, int], config: RunConfig) -> Iterator[str]:
+    """Lines for the console: how a file was split, and whether an evaluation repeats its rows."""
+    if not isinstance(config.task, JsonlTask):
+        return
+    held_out, asked = num_rows["held_out"], config.eval.num_prompts
+    yield (
+        f"data: {num_rows['train']} rows to train on, {held_out} held out "
+        f"(task.held_out_fraction={config.task.held_out_fraction:g})"
+    )
+    if asked > held_out:
+        least, more = divmod(asked, held_out)
+        times = f"{least} or {least + 1}" if more else str(least)
+        yield (
+            f"  WARNING: an evaluation asks each held-out row {times} times "
+            f"(eval.num_prompts={asked}): its score is of {held_out} rows"
+        )
 
 
 def check_scorer_starts(config: RunConfig) -> None:

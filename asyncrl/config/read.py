@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from asyncrl.config.algorithm import LOSS_KINDS
 from asyncrl.config.engine import DEFAULT_KINDS
@@ -39,7 +40,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_explain(error)}") from error
+        raise ConfigError(_explain(error, path, overrides)) from error
 
 
 def apply_override(tree: dict[str, Any], item: str) -> None:
@@ -66,30 +67,49 @@ def apply_override(tree: dict[str, Any], item: str) -> None:
     node[key] = value
 
 
-def _explain(error: ValidationError) -> str:
-    """One line per fault: dotted path, what is wrong, and the nearest known key."""
-    lines = []
+def _explain(error: ValidationError, path: Path, overrides: Sequence[str]) -> str:
+    """What is wrong, in the file or in the override that brought it in."""
+    faults: dict[str, list[str]] = {}
     for fault in error.errors(include_url=False):
-        path = ".".join(str(part) for part in fault["loc"] if part not in _VARIANTS)
-        message = fault["msg"].removeprefix("Value error, ")
-        if fault["type"] == "extra_forbidden":
-            known = _known_keys()
-            section, _, key = path.rpartition(".")
-            beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-            close = difflib.get_close_matches(key, beside, n=1, cutoff=0.6)
-            elsewhere = {k for k in known if k.rpartition(".")[2] == key}
-            near = (
-                (list(elsewhere) if len(elsewhere) == 1 else [])
-                or [k for name, k in beside.items() if name in close or _initials(name) == key]
-                or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
-                or difflib.get_close_matches(key, [k.split(".")[-1] for k in known], n=1)
-            )
-            hint = f"; did you mean {near[0]}?" if near else ""
-            message = "unknown key" + (" for this kind" if path in known else hint)
-        elif fault["type"] not in ("missing", "value_error"):
-            message += f", got {fault['input']!r}"
-        lines.append(f"{path}: {message}" if path else message)
-    return "; ".join(lines)
+        key = ".".join(str(part) for part in fault["loc"] if part not in _VARIANTS)
+        faults.setdefault(_source(fault, key, overrides) or str(path), []).append(_say(fault, key))
+    return "; ".join(f"{source}: {'; '.join(said)}" for source, said in faults.items())
+
+
+def _source(fault: ErrorDetails, key: str, overrides: Sequence[str]) -> str:
+    """The last override that sets what is wrong, "" if none does.
+
+    What is wrong may be a table: one of an unknown name or kind is the fault of any key in it, while
+    values that do not go together may be the file's as well.
+    """
+    for item in reversed(overrides):
+        dotted = item.partition("=")[0]
+        in_table = fault["type"] != "value_error" and dotted.startswith(f"{key}.")
+        if key and (dotted == key or key.startswith(f"{dotted}.") or in_table):
+            return f"override {item!r}"
+    return ""
+
+
+def _say(fault: ErrorDetails, path: str) -> str:
+    """One fault: dotted path, what is wrong, and the nearest known key."""
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        known = _known_keys()
+        section, _, key = path.rpartition(".")
+        beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+        close = difflib.get_close_matches(key, beside, n=1, cutoff=0.6)
+        elsewhere = {k for k in known if k.rpartition(".")[2] == key}
+        near = (
+            (list(elsewhere) if len(elsewhere) == 1 else [])
+            or [k for name, k in beside.items() if name in close or _initials(name) == key]
+            or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+            or difflib.get_close_matches(key, [k.split(".")[-1] for k in known], n=1)
+        )
+        hint = f"; did you mean {near[0]}?" if near else ""
+        message = "unknown key" + (" for this kind" if path in known else hint)
+    elif fault["type"] not in ("missing", "value_error"):
+        message += f", got {fault['input']!r}"
+    return f"{path}: {message}" if path else message
 
 
 def _initials(name: str) -> str:

@@ -235,7 +235,7 @@ class Generator:
             self._count_trouble(f"verdict/{verdict.status}", verdict.detail)
         else:
             self._counts[f"verdict/{verdict.status}"] += 1
-        check_scorer(self._counts, verdict)
+        check_scorer(self._counts, verdict, self._config.scoring)
         sheaf = self._sheaves.get(request_id)
         if sheaf is None:
             return  # abandoned while it was scored

@@ -43,6 +43,11 @@ class Jsonl:
                 )
         self._order = lru_cache(maxsize=4)(self._permutation)
 
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows of each split; none has 0."""
+        return {split: len(rows) for split, rows in self._rows.items()}
+
     def problem(self, split: Split, ordinal: int) -> Problem:
         """Row `ordinal` of the split's epochs laid end to end."""
         rows = self._rows[split]
@@ -79,7 +84,10 @@ def _read(path: Path, scorer: str) -> Iterator[Problem]:
 
 def _row(line: bytes, scorer: str, *, where: str) -> Problem:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
+    except json.JSONDecodeError as error:  # its own text names a line, of this line alone
+        reason = f"{error.msg}: column {error.colno}"
+        raise ConfigError(f"{where}: not a line of JSON: {reason}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not a line of JSON: {error}") from error
     if not isinstance(row, dict):

@@ -8,7 +8,7 @@ the others are given to another worker.
 | the scorer                               | verdict                                               |
 |------------------------------------------|-------------------------------------------------------|
 | returns a finite number / None           | scored / abstained                                    |
-| raises, returns NaN, inf or no number    | error, with the exception's text                      |
+| raises, returns NaN, inf or no number    | error, with the exception's text and line             |
 | takes longer than deadline_s             | timeout; the process is killed                        |
 | exits, crashes, passes the memory limit  | error, naming exit code or signal; a fresh process    |
 | cannot be imported or built              | none: ConfigError from `poll`, with what was printed  |

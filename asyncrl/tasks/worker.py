@@ -84,16 +84,29 @@ def _build(config: TaskConfig, seed: int) -> Scorer:
     except ConfigError as error:
         sys.exit(str(error))
     except Exception as error:  # noqa: BLE001 - a user's file may raise anything while it is imported
-        sys.exit(f"{in_a_line(error)}{_place(error)}")
+        file, line = _place(error)
+        sys.exit(f"{in_a_line(error)} ({file}:{line})" if file else in_a_line(error))
 
 
-def _place(error: Exception) -> str:
-    """Which line of the user's file, or of a data set's package, led to the error."""
+def _place(error: Exception) -> tuple[str, int]:
+    """Which line of the user's file, or of a data set's package, led to the error; "" if none did.
+
+    Of that file the innermost frame: not the library's that it called, where the cause is seldom.
+    """
     ours = (str(Path(asyncrl.__file__).parent) + os.sep, "<frozen ")
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if not frame.f_code.co_filename.startswith(ours):
-            return f" ({frame.f_code.co_filename}:{line})"
-    return ""
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(ours)
+    ]
+    return next(((file, line) for file, line in reversed(frames) if file == frames[0][0]), ("", 0))
+
+
+def _describe(error: Exception) -> str:
+    """The error and its place; a long text is cut, so that the place is not."""
+    file, line = _place(error)
+    place = f" ({Path(file).name}:{line})" if file else ""
+    return f"{type(error).__name__}: {error}"[: max(0, MAX_DETAIL_CHARS - len(place))] + place
 
 
 def _take_pipes() -> tuple[int, int]:
@@ -138,7 +151,7 @@ def _judge(score: Scorer, problem: Problem, completion: str) -> tuple[str, float
     except MemoryError:
         os._exit(EXIT_OUT_OF_MEMORY)  # the heap may be in pieces: start afresh
     except Exception as error:  # noqa: BLE001 - scorers may raise anything; it becomes the verdict
-        return "error", None, f"{type(error).__name__}: {error}"[:MAX_DETAIL_CHARS]
+        return "error", None, _describe(error)
     if not math.isfinite(value):
         return "error", None, f"the score is not finite, got {value}"
     return "scored", value, ""

@@ -1,5 +1,6 @@
 """Bad input ends in one clear sentence and exit code 2, or in a counted verdict; nothing hangs."""
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -110,6 +111,9 @@ def test_a_scorer_that_raises_hangs_or_returns_nan_is_counted_and_nothing_is_los
         )
     )  # fmt: skip
     assert code == 0, output
+    rows = json.loads((run_dir / "run.json").read_text())["num_rows"]
+    assert rows["train"] + rows["held_out"] == 40
+    assert f"data: {rows['train']} rows to train on, {rows['held_out']} held out" in output
     steps = records(run_dir)
     assert len(steps) == 3
     assert steps[-1]["ledger/admitted"] == sum(
@@ -129,7 +133,7 @@ def test_a_scorer_that_raises_hangs_or_returns_nan_is_counted_and_nothing_is_los
         assert (rollout["score"] is None) == (rollout["verdict"] != "scored")
         if rollout["detail"].startswith("ValueError"):
             said.add(rollout["detail"])
-    assert said == {"ValueError: half \\udc80 pair \u00b7[2J"}
+    assert said == {"ValueError: half \\udc80 pair \u00b7[2J (scorer.py:14)"}
     assert steps[-1]["ledger/failed"] > 0
 
 

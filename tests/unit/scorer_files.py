@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 """How long a test waits for what should come at once; only a failing test takes it."""
 
 SCORER = """
-import ctypes, math, os, signal, subprocess, sys, time
+import ctypes, json, math, os, signal, subprocess, sys, time
 
 def score(completion):
     kind, _, rest = completion.partition(" ")
@@ -34,6 +34,8 @@ def hog(rest):
     while True: kept.append(bytearray(2**20))
 def hog_at_once(rest): return len(bytearray(2**40))
 def fail(rest): raise KeyError(rest)
+def fail_within(rest): return fail(rest)
+def fail_in_a_library(rest): return json.loads(rest)
 def refuse(rest): raise ValueError(rest)
 def refuse_and_leave(rest):
     os.write(2, rest.encode(errors="surrogatepass"))

@@ -94,6 +94,45 @@ def test_a_bad_override_is_named(file: Path, override: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "pipeline.max_stalness=2",
+        "pipelines.num_steps=3",  # the section is unknown
+        "pipeline.max_staleness=-1",
+        "task.kind=nothing",
+        "task={kind='products', num_digit=3}",  # a key inside what it sets
+        'lora.target_modules=["q proj"]',
+    ],
+)
+def test_what_only_an_override_says_is_not_blamed_on_the_file(file: Path, override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(file, ["seed=1", override, "name=abc"])
+    assert str(caught.value).startswith(f"override {override!r}: ")
+    assert str(file) not in str(caught.value)
+
+
+def test_the_file_and_each_override_are_named_with_their_own_faults(file: Path) -> None:
+    file.write_text(MINIMAL + "num_digit = 3\n[pipeline]\nmax_stale = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        read_config(file, ["pipeline.num_steps=-1", "seeds=3", "pipeline.num_steps=-2"])
+    said = str(caught.value)
+    in_file = (
+        f"{file}: task.num_digit: unknown key; did you mean task.num_digits?; pipeline.max_stale: "
+    )
+    assert in_file in said
+    assert "override 'seeds=3': seeds: unknown key" in said
+    assert "override 'pipeline.num_steps=-2': pipeline.num_steps: " in said  # the one that counts
+    assert "num_steps=-1" not in said
+
+
+def test_values_that_do_not_go_together_are_told_of_the_file(file: Path) -> None:
+    file.write_text(MINIMAL + "[algorithm]\nnum_minibatches = 2\nproximal = 'current'\n")
+    with pytest.raises(ConfigError, match="num_minibatches=2") as caught:
+        read_config(file, ["algorithm.loss.kind=clipped"])
+    assert str(caught.value).startswith(f"{file}: ")
+
+
 @pytest.mark.parametrize("value", ["0", "9", "true", "2.0", "many"])
 def test_a_number_of_engines_out_of_range_is_named_in_one_sentence(file: Path, value: str) -> None:
     with pytest.raises(ConfigError) as caught:

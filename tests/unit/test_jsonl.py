@@ -37,6 +37,7 @@ GOOD = '{"prompt": "q", "answer": "a"}\n'
         ("", "holds no rows"),
         ("\n \n", "holds no rows"),
         (GOOD + "{broken\n", ":2: not a line of JSON"),
+        (GOOD + '{"prompt":\n', ":2: not a line of JSON: Expecting value: column 11"),
         (GOOD + "[1]\n", ":2: expected an object, got list"),
         (GOOD + "\n" + '{"prompt": "q"}\n', ":3: the key 'answer' is missing"),
         ('{"answer": "a"}\n', ":1: the key 'prompt' is missing"),

@@ -55,9 +55,50 @@ def test_numbers_are_scores_and_everything_else_says_why_not(tmp_path):
         assert detail in verdicts[key].detail
 
 
+def line_of(text):
+    (number,) = [n for n, line in enumerate(SCORER.splitlines(), start=1) if text in line]
+    return number
+
+
+@pytest.mark.parametrize(
+    ("completion", "said", "line"),
+    [
+        ("fail me", "KeyError: 'me'", "def fail(rest)"),
+        ("fail_within 1", "KeyError: '1'", "def fail(rest)"),  # a function of the same file
+        ("fail_in_a_library {", "JSONDecodeError: Expecting", "def fail_in_a_library(rest)"),
+        ("unknown x", "KeyError: 'unknown'", "return globals()"),
+    ],
+)
+def test_an_exception_names_the_innermost_line_of_the_scorers_own_file(
+    tmp_path, completion, said, line
+):
+    with pool_of(scorer_task(tmp_path)) as pool:
+        detail = verdict_on(pool, completion).detail
+    assert detail.startswith(said)
+    assert detail.endswith(f" (scorer.py:{line_of(line)})")
+
+
+NOT_CALLABLE_WITH_WHAT_IT_ASKS_FOR = """
+import functools
+def real(completion): return 1.0
+@functools.wraps(real)
+def score(): return 1.0
+"""
+
+
+def test_an_exception_that_no_line_of_the_scorer_has_raised_names_none(tmp_path):
+    with pool_of(scorer_task(tmp_path, NOT_CALLABLE_WITH_WHAT_IT_ASKS_FOR)) as pool:
+        detail = verdict_on(pool, "x").detail
+    assert detail.startswith("TypeError: ")
+    assert ".py" not in detail
+
+
 def test_long_exception_texts_are_cut_to_200_characters(tmp_path):
     with pool_of(scorer_task(tmp_path)) as pool:
-        assert verdict_on(pool, "fail_at_length").detail == ("ValueError: " + "x" * 1000)[:200]
+        line = line_of('raise ValueError("x" * 10**6)')
+        place = f" (scorer.py:{line})"
+        detail = verdict_on(pool, "fail_at_length").detail
+        assert detail == ("ValueError: " + "x" * 1000)[: 200 - len(place)] + place
         # An escape is 6 characters long: 12 + 6 * 31 + 1 = 199.
         detail = verdict_on(pool, "refuse " + "\udc80" * 100).detail
         assert detail == "ValueError: " + r"\udc80" * 31 + "\\\u2026"
