@@ -90,3 +90,13 @@ def test_every_table_scrolls_in_its_card_where_it_is_wider_than_the_screen(tmp_p
     assert len(tables) == 6
     assert all("scroll" in above for above in tables)
     assert ".scroll { overflow-x: auto; }" in (run_dir / "page.html").read_text()
+
+
+def test_the_head_names_who_was_started_again(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    ends = [("generator-0", "killed by SIGKILL"), ("generator-1", "DeviceError: gone")]
+    records = [{"process": name, "cause": why, "time": "noon"} for name, why in ends]
+    write_lines(run_dir / "restarts.jsonl", records)
+    top, _ = built(run_dir)
+    found = [text for text in texts([top]) if "started again" in text]
+    assert found == [f"{name}: {why}; started again at noon" for name, why in ends]

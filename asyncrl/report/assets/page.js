@@ -16,6 +16,7 @@ function header() {
   return [
     el("div", null, el("h1", null, RUN.name), el("span", { class: "badge " + RUN.state }, RUN.state)),
     el("p", { class: "soft" }, RUN.verdict, ". ", el("span", { class: "mono" }, RUN.folder)),
+    ...RUN.restarts.map((text) => el("p", { class: "soft" }, text)),
     el("p", { class: "pairs" }, RUN.short.map(([label, value]) => el("span", null, label + " ", el("b", null, String(value))))),
     el("div", { class: "tiles" },
       tile(`${done}${total ? " / " + total : ""}`, "steps trained"),
