@@ -15,6 +15,7 @@ from typing import Any, Literal
 from asyncrl.config import RunConfig, to_toml
 from asyncrl.run_folder import begin_attempt, check_unused, exclusive
 from asyncrl.telemetry.console import summary
+from asyncrl.telemetry.jsonlines import read_lines
 from asyncrl.telemetry.provenance import provenance
 
 Outcome = Literal["done", "interrupted", "failed"]
@@ -27,8 +28,23 @@ def begin(run_dir: Path, config: RunConfig, *, run_id: str | None = None) -> str
     return begin_attempt(run_dir, record, keep_id=run_id is None)
 
 
+def keep_restart(run_dir: Path, process: str, why: str) -> None:
+    """Put one line at the end of restarts.jsonl, which holds those of all attempts.
+
+    Args:
+        run_dir: the folder of `begin`.
+        process: who is started again.
+        why: how it ended, as causes.cause says it.
+    """
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    record = {"process": process, "cause": why.removeprefix(f"{process}: "), "time": now}
+    # A full disk ends no run that would go on.
+    with contextlib.suppress(OSError), (run_dir / "restarts.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
 def end(run_dir: Path, outcome: Outcome, *, started_s: float, failure: str = "") -> dict[str, Any]:
-    """Write summary.json; the numbers in it.
+    """Write summary.json: numbers, which are returned, outcome and restarts of all attempts.
 
     Args:
         run_dir: the folder of `begin`.
@@ -38,7 +54,8 @@ def end(run_dir: Path, outcome: Outcome, *, started_s: float, failure: str = "")
     """
     found = summary(run_dir)
     found["last_attempt_minutes"] = round((time.monotonic() - started_s) / 60, 2)
-    ended = {"outcome": outcome} | ({"failure": failure} if failure else {})
+    ended: dict[str, Any] = {"outcome": outcome} | ({"failure": failure} if failure else {})
+    ended["restarts"] = list(read_lines(run_dir / "restarts.jsonl"))
     (run_dir / "summary.json").write_text(json.dumps(found | ended, indent=1) + "\n")
     return found
 

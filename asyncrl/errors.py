@@ -17,6 +17,10 @@ class ProtocolError(AsyncRLError, ValueError):
     """A message breaks the wire schema or its order, or a handshake was refused."""
 
 
+class RefusedError(ProtocolError):
+    """The broker sent Refuse, as to a peer of another run or with other settings; its reason says all."""
+
+
 class StaleRolloutError(AsyncRLError, RuntimeError):
     """A token older than k versions reached the learner, or a group was admitted without credit."""
 

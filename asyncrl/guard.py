@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.causes import error_file
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RefusedError
 from asyncrl.family import die_with_parent
 
 log = logging.getLogger("asyncrl")
@@ -38,11 +38,11 @@ def guard(name: str, body: Callable[[], None], *, run_dir: Path, supervised: boo
             path.unlink(missing_ok=True)  # of an earlier run; a supervisor has removed it
         body()
     except Exception as error:
-        is_setting = isinstance(error, ConfigError)  # the sentence says it all
-        log.error("%s failed: %s", name, error, exc_info=not is_setting)
+        says_all = isinstance(error, ConfigError | RefusedError)
+        log.error("%s failed: %s", name, error, exc_info=not says_all)
         record = {"type": type(error).__name__, "message": str(error), "time_s": time.time()}
         record_first(path, json.dumps(record) + "\n")
-        return 2 if is_setting else 1
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 

@@ -198,13 +198,21 @@ def _take(lock: int, path: Path, key: str) -> None:
             raise
 
 
+NOTHING_SAVED = "nothing was saved yet (checkpoint.every_steps), so it cannot be resumed"
+
+
+def newest_checkpoint(run_dir: Path) -> str | None:
+    """The name of its folder in checkpoints/, None if nothing was saved."""
+    return max((path.name for path in (run_dir / "checkpoints").glob("version-*")), default=None)
+
+
 def resume_hint(run_dir: Path) -> str:
     """How an interrupted run goes on, or why it cannot."""
-    kept = sorted(path.name for path in (run_dir / "checkpoints").glob("version-*"))
-    if not kept:
-        return "nothing was saved yet (checkpoint.every_steps), so it cannot be resumed"
+    newest = newest_checkpoint(run_dir)
+    if newest is None:
+        return NOTHING_SAVED
     return (
-        f"to go on from {kept[-1]}: asyncrl run {run_dir}/config.toml 'run_dir=\"{run_dir}\"' "
+        f"to go on from {newest}: asyncrl run {run_dir}/config.toml 'run_dir=\"{run_dir}\"' "
         "checkpoint.resume=true"
     )
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from asyncrl.attempt import keep_restart
 from asyncrl.causes import cause, is_device_fault, is_known, is_mismatch, root_cause
 from asyncrl.child import Child
 from asyncrl.config import RunConfig, to_toml
@@ -233,7 +234,9 @@ class Supervisor:
             elif self._may_restart(child, code):
                 child.restarts_left -= 1
                 child.incarnation += 1
-                self.say(f"{cause(self.run_dir, child.name, code)}; restarting it")
+                why = cause(self.run_dir, child.name, code)
+                keep_restart(self.run_dir, child.name, why)
+                self.say(f"{why}; restarting it")
                 child.spawn(self.run_dir, pin=self.config.host.pin_cores)
             else:
                 raise self._root_cause(child, code)

@@ -2,7 +2,8 @@
 
 | key      | from                        | content                                                   |
 |----------|-----------------------------|-----------------------------------------------------------|
-| run      | run.json, config, verdict   | name, settings, provenance, how it ended                  |
+| run      | run.json, config, verdict   | name, settings, provenance, how it ended; who was         |
+|          | restarts.jsonl              | started again                                             |
 | steps    | metrics.jsonl               | one list a metric, null where a step has none             |
 | notes    | "                           | alerts that began, by step; why steps took their time     |
 | evals    | evals.jsonl                 | held-out evaluations by version                           |
@@ -19,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.report.causes import causes_by_step, meanwhile_by_step, strips
-from asyncrl.report.files import read_by, read_config, read_object, read_split, setting
+from asyncrl.report.files import (
+    read_by,
+    read_config,
+    read_object,
+    read_restarts,
+    read_split,
+    setting,
+)
 from asyncrl.report.rollouts import browse
 from asyncrl.report.shapes import DROP, EVAL, STEP, fit
 from asyncrl.report.slow import explain
@@ -108,6 +116,7 @@ def _run(run_dir: Path, config: Record, text: str) -> dict[str, Any]:
         "folder": str(run_dir.resolve()),
         "state": verdict.state,
         "verdict": verdict.text,
+        "restarts": read_restarts(run_dir),
         "short": [
             [label, value] for label, path in _SHORT if (value := setting(config, path)) is not None
         ],

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from asyncrl.report.shapes import Shape, fit
+from asyncrl.report.shapes import RESTART, Shape, fit
 from asyncrl.telemetry.bottleneck import Split
 from asyncrl.telemetry.jsonlines import Record, integer, parse, read_lines, tree
 
@@ -82,6 +82,16 @@ def read_split(run_dir: Path) -> Split | None:
     if learner is None or generators is None or min(learner, generators) < 1:
         return None
     return Split(learner=learner, generators=generators)
+
+
+def read_restarts(run_dir: Path) -> list[str]:
+    """A sentence for each process that the supervisor started again, in their order."""
+    records = (fit(record, RESTART) for record in read_lines(run_dir / "restarts.jsonl"))
+    return [
+        f"{r['process']}: {r['cause']}; started again at {r['time']}"
+        for r in records
+        if r.keys() == RESTART.fields.keys()
+    ]
 
 
 def setting(config: Record, path: str, default: Any = None) -> Any:  # noqa: ANN401

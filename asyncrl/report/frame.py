@@ -76,6 +76,8 @@ def _head(state: RunState) -> RenderableType:
         line.append(f"  {recent:.2g} s a step, about {_duration((total - done) * recent)} to go")
     elif verdict != "running":
         line.append(f"  {plain(state.verdict.text, 300)}")
+    for text in state.restarts:
+        line.append(f"\n{plain(text, _WIDEST)}", style="yellow")
     if total is None or total < 1:
         return line
     bar = Table.grid(expand=True)  # which ends its line; a bar by itself does not

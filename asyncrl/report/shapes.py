@@ -96,6 +96,8 @@ ROLLOUT = Shape(
     }
 )  # fmt: skip
 
+RESTART = Shape({"process": is_text, "cause": is_text, "time": is_text})
+
 DROP = Shape(
     {
         "group_id": is_whole, "ordinal": is_whole, "attempt": is_whole, "version": is_version,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from asyncrl.report.files import read_config, read_split, read_tail, setting
+from asyncrl.report.files import read_config, read_restarts, read_split, read_tail, setting
 from asyncrl.report.shapes import DROP, EVAL, ROLLOUT, STEP, fit
 from asyncrl.report.verdict import Verdict, read_verdict
 from asyncrl.telemetry.bottleneck import Split
@@ -12,6 +12,7 @@ from asyncrl.telemetry.jsonlines import Record, integer
 _NUM_ALERTS = 4
 _NUM_ROLLOUTS = 6
 _NUM_DROPS = 2
+_NUM_RESTARTS = 2
 
 
 class RunState:
@@ -38,6 +39,9 @@ class RunState:
         self.alerts: list[tuple[int, str]] = []
         """The newest few that began: step, text."""
 
+        self.restarts: list[str] = []
+        """The newest few processes that were started again, with the cause."""
+
         self.rollouts: list[Record] = []
         self.drops: list[Record] = []
         self.read()
@@ -54,6 +58,7 @@ class RunState:
         if self.split is None:
             self.split = read_split(self._run_dir)
         self.verdict = read_verdict(self._run_dir)
+        self.restarts = read_restarts(self._run_dir)[-_NUM_RESTARTS:]
         for record in self._steps.new():
             self._take(fit(record, STEP))
         for record in self._evals.new():

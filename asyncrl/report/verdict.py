@@ -18,6 +18,7 @@ from typing import Literal
 
 from asyncrl.causes import is_known, root_cause
 from asyncrl.report.files import read_object
+from asyncrl.run_folder import NOTHING_SAVED, newest_checkpoint
 
 State = Literal["running", "done", "interrupted", "failed", "killed", "empty"]
 
@@ -44,7 +45,9 @@ def read_verdict(run_dir: Path) -> Verdict:
     failed = [path.stem for path in (run_dir / "errors").glob("*.json") if read_object(path)]
     ended = [(name, 1) for name in failed]
     if summary.get("outcome") == "interrupted" and not is_known(run_dir, ended):  # all lost it only
-        return Verdict("interrupted", "it was interrupted (Ctrl-C or a signal) and can be resumed")
+        saved = newest_checkpoint(run_dir) is not None
+        more = " and can be resumed" if saved else f"; {NOTHING_SAVED}"
+        return Verdict("interrupted", f"it was interrupted (Ctrl-C or a signal){more}")
     if ended:
         return Verdict("failed", root_cause(run_dir, ended))
     if summary:

@@ -105,7 +105,7 @@ def _judge_one(
         paired = [s for s in sorted(seeds[k]) if (k, s) in values and (baseline, s) in values]
         obstacle = obstacles[baseline] or obstacles[k]
         if obstacle is None and len(paired) < MIN_SEEDS:
-            obstacle = Comparison(k, "few", note=f"{len(paired)} seeds")
+            obstacle = Comparison(k, "few", note=f"{len(paired)} seed{'s' * (len(paired) != 1)}")
         if obstacle is not None:
             comparisons.insert(0, Comparison(k, obstacle.status, note=obstacle.note))
             continue
@@ -146,7 +146,7 @@ def _sentence(
         return head + f"no verdict, because of k = {baseline}: {obstacle.note}."
     few = next((c for c in comparisons if c.status == "few"), None)
     if few is not None:
-        return head + f"no verdict: {few.note} at k = {few.k}, {MIN_SEEDS} are needed."
+        return head + f"no verdict: k = {few.k} has {few.note} and at least {MIN_SEEDS} are needed."
     parts = []
     still_open = [c for c in comparisons if c.status == "open" and c.interval is not None]
     if still_open:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import Buffer
 
-from asyncrl.errors import AsyncRLError, PeerLostError, ProtocolError
+from asyncrl.errors import AsyncRLError, PeerLostError, ProtocolError, RefusedError
 from asyncrl.wire.bell import Bell
 from asyncrl.wire.channel import MAX_MESSAGE_BYTES, Channel, Envelope, stable
 from asyncrl.wire.codec import encode
@@ -45,7 +45,8 @@ class Mailbox:
         """Say `hello` and wait for the Welcome.
 
         Raises:
-            ProtocolError: the broker refused; the message is its reason.
+            RefusedError: the broker refused; the message is its reason.
+            ProtocolError: it sent what is no Welcome.
             PeerLostError: no answer within `connect_timeout_s`.
             ConfigError: `endpoint` is no address.
         """
@@ -103,7 +104,8 @@ class Mailbox:
         Raises:
             PeerLostError: nothing was heard from the broker for welcome.silence_s, or the mailbox
                 is closed.
-            ProtocolError: the broker sent Refuse, or what is no message.
+            RefusedError: the broker sent Refuse.
+            ProtocolError: it sent what is no message.
         """
         with self._changed:
             self._changed.wait_for(
@@ -246,7 +248,7 @@ class Mailbox:
     def _admit(self, envelope: Envelope) -> None:
         """Raise on a Refuse, which a restarted broker may send at any time."""
         if isinstance(envelope.message, Refuse):
-            raise ProtocolError(f"refused by {self._endpoint}: {envelope.message.reason}")
+            raise RefusedError(f"refused by {self._endpoint}: {envelope.message.reason}")
 
     def _deliver(self, channel: Channel) -> bool:
         """Send what waits in the outbox; whether the caller has closed and that was the last."""

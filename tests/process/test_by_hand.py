@@ -114,3 +114,33 @@ def test_a_learner_by_hand_that_fails_leaves_why(config: Path, tmp_path: Path) -
     assert "models/none" in verdict.text
     assert "log:" not in verdict.text  # the terminal has it
     assert read(run_dir, "summary")["outcome"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("role", "setting", "run_id", "said"),
+    [
+        ("learner", "seed=0", "other", "'other'"),
+        ("generator", "seed=0", "other", "'other'"),
+        ("generator", "seed=9", "id", "config has digest"),
+    ],
+)
+def test_who_belongs_to_another_run_is_told_so_in_a_sentence(
+    config: Path, tmp_path: Path, role: str, setting: str, run_id: str, said: str
+) -> None:
+    run_dir = tmp_path / "run"
+    broker = start("broker", config, run_dir, "seed=0", "--run-id", "id")
+    address = run_dir / "broker.json"
+    try:
+        wait_for(address.exists, broker)
+        endpoint = json.loads(address.read_text())["endpoint"]
+        place = tmp_path / role
+        peer = start(role, config, place, setting, "--broker", endpoint, "--run-id", run_id)
+        code, output = finish(peer)
+    finally:
+        broker.kill()
+        broker.communicate()
+    assert code == 1, output
+    assert "Traceback" not in output
+    last = output.splitlines()[-1]
+    assert f"failed: refused by {endpoint}" in last
+    assert said in last

@@ -121,6 +121,8 @@ def test_a_killed_generator_is_restarted_and_no_group_is_lost(model: Path, tmp_p
     _, killed, later = output.partition("generator-0: killed by SIGKILL")
     assert killed, output
     assert "generators start up" in later  # meanwhile the learner waits
+    (restart,) = json.loads((run_dir / "summary.json").read_text())["restarts"]
+    assert (restart["process"], restart["cause"][:17]) == ("generator-0", "killed by SIGKILL")
     assert kept_lines(run_dir) == output.splitlines()
     steps = records(run_dir)
     assert len(steps) == 30

@@ -79,7 +79,9 @@ def test_an_interrupted_sweep_goes_on_and_repeats_nothing(model: Path, tmp_path:
             assert row["provenance"]["hardware"]["cores"] in (share, share + 1)
     result = json.loads((out / "sweep.json").read_text())
     assert (result["missing"], result["failed"]) == ([], {})
-    assert all("2 seeds at k = 2, 3 are needed" in v["sentence"] for v in result["verdict"])
+    assert all(
+        "k = 2 has 2 seeds and at least 3 are needed" in v["sentence"] for v in result["verdict"]
+    )
     assert (out / "sweep.html").read_text().count("data:image/png") in (0, 5)  # with matplotlib: 5
     for folder in (
         out / "runs"

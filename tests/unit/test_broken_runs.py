@@ -38,6 +38,7 @@ WHOLE = {
     "evals.jsonl": EVAL,
     "rollouts.jsonl": ROLLOUT,
     "drops.jsonl": DROP | {"payload": ["AAAA"]},
+    "restarts.jsonl": {"process": "generator-0", "cause": "killed by SIGKILL", "time": "noon"},
     "trace/learner.jsonl": START | {"ts": 0, "dur": 0},
     "errors/learner.json": ERROR,
     "run.json": {"run_id": "r", "gpu_split": {"learner": 1, "generators": 1}},

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from asyncrl.errors import ConfigError, PeerLostError, ProtocolError
+from asyncrl.errors import ConfigError, PeerLostError, ProtocolError, RefusedError
 from asyncrl.wire.mailbox import Mailbox
 from asyncrl.wire.messages import Bye, Evaluate, GroupDone, Hello, Refuse, Stop, Welcome
 from tests.unit.peers import PATIENCE_S, brokered, done
@@ -48,7 +48,7 @@ def test_one_hello_is_answered_by_the_welcome():
 def test_a_refusal_raises_its_reason_and_leaves_no_thread():
     with (
         brokered(Refuse(reason="config digest d, expected e")) as broker,
-        pytest.raises(ProtocolError, match="config digest d, expected e"),
+        pytest.raises(RefusedError, match="config digest d, expected e"),
     ):
         Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
     assert mailbox_threads() == []
@@ -164,7 +164,7 @@ def test_an_error_of_a_listener_is_raised_by_the_next_call():
 def test_a_refusal_in_mid_run_is_raised():
     with mailed(CALM) as (broker, mailbox):
         broker.send(Refuse(reason="who are you"))
-        with pytest.raises(ProtocolError, match="who are you"):
+        with pytest.raises(RefusedError, match="who are you"):
             mailbox.receive(PATIENCE_S)
 
 

@@ -235,6 +235,9 @@ def test_how_a_run_ended_is_read_from_what_it_left(tmp_path, monkeypatch):
     summary = run_dir / "summary.json"
     summary.write_text('{"outcome": "interrupted"}')
     assert read_verdict(run_dir).state == "interrupted"
+    assert "nothing was saved yet" in read_verdict(run_dir).text
+    (run_dir / "checkpoints/version-000050").mkdir(parents=True)
+    assert read_verdict(run_dir).text.endswith("(Ctrl-C or a signal) and can be resumed")
     (run_dir / "errors").mkdir()
     error = {"type": "PeerLostError", "message": "the broker is gone", "time_s": 1.0}
     (run_dir / "errors" / "learner.json").write_text(json.dumps(error))

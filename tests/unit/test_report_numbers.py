@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.report.page import write_report
 from tests.unit.run_folders import make_run, step_record, write_lines
+from tests.unit.test_jsonlines import START
 
 NODE = shutil.which("node")
 DOM = Path(__file__).with_name("page_dom.js")
@@ -90,3 +91,32 @@ def test_every_table_scrolls_in_its_card_where_it_is_wider_than_the_screen(tmp_p
     assert len(tables) == 6
     assert all("scroll" in above for above in tables)
     assert ".scroll { overflow-x: auto; }" in (run_dir / "page.html").read_text()
+
+
+def test_the_head_names_who_was_started_again(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    ends = [("generator-0", "killed by SIGKILL"), ("generator-1", "DeviceError: gone")]
+    records = [{"process": name, "cause": why, "time": "noon"} for name, why in ends]
+    write_lines(run_dir / "restarts.jsonl", records)
+    top, _ = built(run_dir)
+    found = [text for text in texts([top]) if "started again" in text]
+    assert found == [f"{name}: {why}; started again at noon" for name, why in ends]
+
+
+def test_what_limits_a_run_is_said_once_a_step_was_trained(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    for kind, cause in (("learner", "evaluate"), ("generator", "eval")):
+        start = START | {"pid": kind, "args": START["args"] | {"kind": kind}}
+        span = {"name": f"{kind}/{cause}", "ph": "X", "ts": 0, "dur": 9_000_000, "pid": kind}
+        write_lines(run_dir / f"trace/{kind}.jsonl", [start, span])
+    head = texts(built(run_dir))
+    assert "What limits it: " in head
+    sentence = head[head.index("What limits it: ") + 1]
+    assert head.count(sentence) == 2  # in the head, and where the time went
+    for lines in ([], None):  # of steps
+        path = run_dir / "metrics.jsonl"
+        path.unlink() if lines is None else write_lines(path, lines)
+        found = texts(built(run_dir))
+        assert "What limits it: " not in found
+        assert sentence not in found
+        assert "No step is on record yet: what limits the run is not known." in found

@@ -1,11 +1,15 @@
 """Which processes a supervisor starts again: those whose failure need not repeat itself."""
 
 import json
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from asyncrl import attempt
 from asyncrl.child import Child
 from asyncrl.config import read_config
 from asyncrl.supervise import Supervisor
@@ -53,3 +57,29 @@ def test_a_generator_that_had_joined_is_started_again(supervisor):
     supervisor._children["generator-0"].joined = True
     assert fails_with(supervisor, "RuntimeError")
     assert not fails_with(supervisor, "WeightMismatchError")
+
+
+def test_a_restart_is_on_record_with_its_cause_over_all_attempts(supervisor):
+    run_dir, child = supervisor.run_dir, supervisor._children["generator-0"]
+    child.command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        attempt.begin(run_dir, supervisor.config)
+        child.spawn(run_dir, pin=False)
+        child.joined = True
+        child.process.send_signal(number)
+        child.process.wait()
+        supervisor._check_children()
+        assert child.process.poll() is None
+        child.signal_session(signal.SIGKILL)
+        child.process.wait()
+        attempt.end(run_dir, "failed", started_s=time.monotonic())
+    first, second = json.loads((run_dir / "summary.json").read_text())["restarts"]
+    assert first["process"] == second["process"] == "generator-0"
+    assert first["cause"].startswith("killed by SIGKILL (by somebody, or by the kernel")
+    assert second["cause"].startswith("killed by SIGTERM")
+    assert first["time"] <= second["time"]
+
+
+def test_a_restart_that_cannot_be_recorded_ends_nothing(tmp_path):
+    (tmp_path / "restarts.jsonl").symlink_to("/dev/full")  # ENOSPC at each write
+    attempt.keep_restart(tmp_path, "generator-0", "generator-0: killed by SIGKILL")

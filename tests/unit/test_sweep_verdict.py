@@ -80,7 +80,7 @@ def test_two_seeds_are_too_few() -> None:
     rows = [r for r in rows_of({0: 0.9, 8: 0.1}) if r["seed"] < 2]
     planned = [("v", k, seed) for k in (0, 8) for seed in (0, 1)]
     (final, over_training) = judge(rows, planned)
-    assert "no verdict: 2 seeds at k = 8, 3 are needed" in final.sentence
+    assert "no verdict: k = 8 has 2 seeds and at least 3 are needed." in final.sentence
     assert over_training.endpoint == "area_samples"
     assert final.comparisons[0].interval is None
 

@@ -54,6 +54,16 @@ def test_a_frame_says_how_far_how_good_how_old_and_who_waits(tmp_path):
         assert part in text, (part, text)
 
 
+def test_a_frame_names_the_last_two_that_were_started_again(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    ends = [{"process": f"generator-{i}", "cause": "[b]why[/b]", "time": "noon"} for i in range(3)]
+    write_lines(run_dir / "restarts.jsonl", ends)
+    text = drawn(run_dir)
+    assert text.count("started again") == 2
+    for i in (1, 2):
+        assert f"generator-{i}: [b]why[/b]; started again at noon\n" in text
+
+
 def test_an_alert_about_staleness_stands_beside_the_advice_that_it_speaks_against(tmp_path):
     run_dir = make_run(tmp_path / "run")
     assert "speak against" not in drawn(run_dir, width=600)

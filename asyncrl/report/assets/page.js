@@ -1,6 +1,8 @@
 // The page from top to bottom.
 
 const RUN = DATA.run;
+// Before the first step there is only start-up and evaluation, which limit nothing.
+const LIMIT = DATA.steps.step ? DATA.causes.strips.sentence : "";
 const AGES = Object.keys(DATA.steps).filter((n) => n.startsWith("staleness/tokens@")).map((n) => Number(n.split("@")[1])).sort((a, b) => a - b);
 
 function header() {
@@ -16,6 +18,7 @@ function header() {
   return [
     el("div", null, el("h1", null, RUN.name), el("span", { class: "badge " + RUN.state }, RUN.state)),
     el("p", { class: "soft" }, RUN.verdict, ". ", el("span", { class: "mono" }, RUN.folder)),
+    ...RUN.restarts.map((text) => el("p", { class: "soft" }, text)),
     el("p", { class: "pairs" }, RUN.short.map(([label, value]) => el("span", null, label + " ", el("b", null, String(value))))),
     el("div", { class: "tiles" },
       tile(`${done}${total ? " / " + total : ""}`, "steps trained"),
@@ -27,7 +30,7 @@ function header() {
       waits("learner", "wait_batch") !== null ? tile(percent(waits("learner", "wait_batch")), "learner waits for batches") : null,
       waits("generator", "wait_credit") !== null ? tile(percent(waits("generator", "wait_credit")), "generators wait for credit") : null,
       tile(String(DATA.notes.alerts.length), "alerts")),
-    strips.sentence ? el("p", { class: "says" }, el("b", null, "What limits it: "), strips.sentence + ".") : null,
+    LIMIT ? el("p", { class: "says" }, el("b", null, "What limits it: "), LIMIT + ".") : null,
   ];
 }
 
@@ -98,8 +101,8 @@ function bubbles() {
   const strips = DATA.causes.strips;
   const shares = strips.shares || {};
   return section("bubbles", "Where the time went", "every second of a process has one cause; waiting is orange and red",
-    strips.sentence ? el("p", { class: "says" }, strips.sentence + ".") : el("p", { class: "soft" },
-      DATA.causes.by_step.some((k) => k.learner) ? "No trace is on record (telemetry.trace=false): shares are those of metrics.jsonl." : "No times are on record."),
+    LIMIT ? el("p", { class: "says" }, LIMIT + ".") : el("p", { class: "soft" },
+      !DATA.steps.step ? "No step is on record yet: what limits the run is not known." : DATA.causes.by_step.some((k) => k.learner) ? "No trace is on record (telemetry.trace=false): shares are those of metrics.jsonl." : "No times are on record."),
     el("div", { class: "grid two" },
       stackedSteps("learner", "Learner, seconds a step", "rank 0; \u25b2 higher than shown", false), stackedSteps("learner", "Learner, shares", "rank 0", true),
       stackedSteps("generator", "Generators, shares", "all of them together, while the step was made", true), stackedSteps("scorer", "Scoring processes, shares", "", true)),
