@@ -35,9 +35,9 @@ def die_with_parent(parent: int) -> None:
         raise AsyncRLError("the parent process ended while this one started")
 
 
-def inherit_orphans() -> None:
-    """Become the parent of descendants whose own parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def inherit_orphans(on: bool = True) -> None:
+    """Become the parent of descendants whose own parent ends; or no longer."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
 def children(parent: int) -> set[int]:

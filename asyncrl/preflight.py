@@ -76,3 +76,4 @@ def check_scorer_starts(config: RunConfig) -> None:
             pool.await_ready()
     finally:
         kill_orphans(others)  # which a scorer's file may have started
+        inherit_orphans(False)  # a supervisor asks for it again

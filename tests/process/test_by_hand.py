@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,10 @@ def start(role: str, config: Path, run_dir: Path, *arguments: str) -> subprocess
         sys.executable, "-m", "asyncrl", role, str(config), *arguments, "--run-dir", str(run_dir),
     ]  # fmt: skip
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        # Where the tests run in the background, SIGINT is ignored, and its children inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
 
 
 def start_all(

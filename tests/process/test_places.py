@@ -100,10 +100,11 @@ def test_an_engine_that_does_not_join_holds_up_the_next_for_a_bounded_time(tmp_p
         first.process.wait(30)
 
 
+@pytest.mark.vllm
+@pytest.mark.skipif(not has_vllm, reason="vllm is not installed")
 def test_when_the_first_engine_cannot_start_no_other_one_is_tried(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny")
-    # Without vLLM that is the reason; with it, 4 attention heads are not cut in 3.
-    settings = (*VLLM, "engine.tensor_parallel_size=3")
+    settings = (*VLLM, "engine.tensor_parallel_size=3")  # 4 attention heads are not cut in 3
     process = start_run(write_config(tmp_path, model), tmp_path / "run", *settings)
     code, output = finish(process)
     assert code == 2, output

@@ -116,4 +116,8 @@ def test_a_timeline_can_be_written_whatever_the_events_hold(tmp_path_factory, ev
 def test_an_error_that_is_not_of_the_form_of_one_is_told_by_its_exit_code(tmp_path, content):
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors" / "learner.json").write_bytes(content)
-    assert root_cause(tmp_path, [("learner", 1)]).startswith("learner: exit code 1 (log:")
+    assert root_cause(tmp_path, [("learner", 1)]) == "learner: exit code 1"
+    log = tmp_path / "logs" / "learner.log"
+    log.parent.mkdir()
+    log.touch()
+    assert root_cause(tmp_path, [("learner", 1)]) == f"learner: exit code 1 (log: {log})"

@@ -1,5 +1,6 @@
 """What a run says of its data file before it starts: how it was split, how often a row is asked."""
 
+import ctypes
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,9 @@ from asyncrl.config import RunConfig
 from asyncrl.preflight import check_settings, describe_rows
 from asyncrl.tasks import make_task
 from tests.models import make_tiny_model
+
+_PR_GET_CHILD_SUBREAPER = 37
+"""prctl(2)."""
 
 
 def config_of(folder: Path, *, num_prompts: int) -> RunConfig:
@@ -67,3 +71,12 @@ def test_problems_that_are_made_are_not_counted(tmp_path: Path) -> None:
     made = RunConfig.model_validate(config.model_dump() | {"task": {"kind": "repeat_letter"}})
     assert check_settings(made) == {}
     assert list(describe_rows({}, made)) == []
+
+
+def test_the_check_of_a_scorer_does_not_leave_this_process_inheriting_orphans(
+    tmp_path: Path,
+) -> None:
+    check_settings(config_of(tmp_path, num_prompts=8))
+    inherits = ctypes.c_int(-1)
+    assert ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(inherits)) == 0
+    assert inherits.value == 0
