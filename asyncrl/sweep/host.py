@@ -31,7 +31,7 @@ _PARTS = {
         "drops.jsonl.set-aside",
     ],
     "trace": ["trace"],
-    "logs": ["logs", CONSOLE],
+    "logs": ["logs", "restarts.jsonl", CONSOLE],
     "checkpoints": ["checkpoints"],
 }
 _PASSING = ["token", "broker.json", "joined", "errors", "lock"]

@@ -72,7 +72,7 @@ class SnapshotFiles:
             return
         manifest, file = found
         block = self._kept.get(file.identity)
-        if block is None or len(block.memory) != manifest.total_bytes:
+        if block is None:
             block = self._kept[file.identity] = MappedFile(file, manifest.total_bytes, "shared")
         try:
             yield Fetched(manifest, block)

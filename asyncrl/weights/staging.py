@@ -19,7 +19,6 @@ from asyncrl.weights.digests import folded_digests
 from asyncrl.weights.fetched import Fetched
 from asyncrl.weights.manifest import (
     DTYPES,
-    Manifest,
     TensorSpec,
     find_corrupt_chunk,
     first_difference,
@@ -92,7 +91,7 @@ class DeviceStaging:
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _find_corrupt(self, fetched: Fetched) -> int | None:
-        manifest: Manifest = fetched.manifest
+        manifest = fetched.manifest
         if manifest.digest_kind != "folded":
             return find_corrupt_chunk(memoryview(fetched.block.memory), manifest)
         return first_difference(folded_digests(self._buffer, manifest.chunk_bytes), manifest)

@@ -1,4 +1,4 @@
-"""Every message, who sends it to whom, and what answers it. This file is the protocol.
+"""Every message, who sends it to whom, and what answers it: the protocol.
 
 | peer says                       | answer                                                              |
 |---------------------------------|---------------------------------------------------------------------|
@@ -24,19 +24,22 @@ whenever a message changes; tests/golden pins the bytes.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
+
+from asyncrl.wire.message import Count as Count
+from asyncrl.wire.message import WireMessage
+from asyncrl.wire.weight_messages import Chunk as Chunk
+from asyncrl.wire.weight_messages import Gone as Gone
+from asyncrl.wire.weight_messages import Manifest as Manifest
+from asyncrl.wire.weight_messages import WantChunk as WantChunk
+from asyncrl.wire.weight_messages import WantManifest as WantManifest
 
 PROTOCOL = 3
 
 Role = Literal["generator", "learner"]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Hello(_Message):
+class Hello(WireMessage):
     """First message of a peer."""
 
     kind: Literal["hello"] = "hello"
@@ -59,7 +62,7 @@ class Hello(_Message):
     """Learner: ordinal of the first prompt that is not trained yet."""
 
 
-class Announcement(_Message):
+class Announcement(WireMessage):
     """The learner offers a version; the broker passes it on."""
 
     kind: Literal["announcement"] = "announcement"
@@ -74,7 +77,7 @@ class Announcement(_Message):
     """No further version will follow."""
 
 
-class Welcome(_Message):
+class Welcome(WireMessage):
     """The broker accepts a peer."""
 
     kind: Literal["welcome"] = "welcome"
@@ -84,20 +87,20 @@ class Welcome(_Message):
     """Newest published version, to be adopted before the first request for work."""
 
 
-class Refuse(_Message):
+class Refuse(WireMessage):
     """The broker does not accept a peer; the reason names both values."""
 
     kind: Literal["refuse"] = "refuse"
     reason: str
 
 
-class Beat(_Message):
+class Beat(WireMessage):
     """Alive."""
 
     kind: Literal["beat"] = "beat"
 
 
-class Bye(_Message):
+class Bye(WireMessage):
     """A peer leaves on purpose."""
 
     kind: Literal["bye"] = "bye"
@@ -105,7 +108,7 @@ class Bye(_Message):
     failed: bool = False
 
 
-class Stop(_Message):
+class Stop(WireMessage):
     """The run is over for this peer."""
 
     kind: Literal["stop"] = "stop"
@@ -113,7 +116,7 @@ class Stop(_Message):
     failed: bool = False
 
 
-class WantWork(_Message):
+class WantWork(WireMessage):
     """A generator holding (epoch, version) can start `num_groups` groups."""
 
     kind: Literal["want_work"] = "want_work"
@@ -122,7 +125,7 @@ class WantWork(_Message):
     num_groups: Annotated[int, Field(ge=1, le=2**20)]
 
 
-class GroupStart(_Message):
+class GroupStart(WireMessage):
     """One admitted group."""
 
     group_id: Count
@@ -134,14 +137,14 @@ class GroupStart(_Message):
     """Derived from (run seed, group id, attempt)."""
 
 
-class Work(_Message):
+class Work(WireMessage):
     """Groups to start now; each is charged in the ledger."""
 
     kind: Literal["work"] = "work"
     starts: list[GroupStart]
 
 
-class GroupDone(_Message):
+class GroupDone(WireMessage):
     """A finished, scored group; its payload frames follow and stay opaque to the broker."""
 
     kind: Literal["group_done"] = "group_done"
@@ -153,7 +156,7 @@ class GroupDone(_Message):
     oldest_version: Count
 
 
-class GroupFailed(_Message):
+class GroupFailed(WireMessage):
     """A started group that will not finish."""
 
     kind: Literal["group_failed"] = "group_failed"
@@ -163,14 +166,14 @@ class GroupFailed(_Message):
     """False: the prompt can never work and is given up at once."""
 
 
-class Evaluate(_Message):
+class Evaluate(WireMessage):
     """A generator shall sample the held-out prompts under the version it holds, `version`."""
 
     kind: Literal["evaluate"] = "evaluate"
     version: Count
 
 
-class EvalDone(_Message):
+class EvalDone(WireMessage):
     """The evaluation of one version, every sample under that version."""
 
     kind: Literal["eval_done"] = "eval_done"
@@ -184,21 +187,21 @@ class EvalDone(_Message):
     seconds: float
 
 
-class Counters(_Message):
+class Counters(WireMessage):
     """Running totals of one generator since its start (seconds by span, tokens, verdicts)."""
 
     kind: Literal["counters"] = "counters"
     values: dict[str, float]
 
 
-class WantBatch(_Message):
+class WantBatch(WireMessage):
     """The learner asks for the groups of `step`; step equals the version they will train."""
 
     kind: Literal["want_batch"] = "want_batch"
     step: Count
 
 
-class SetStaleness(_Message):
+class SetStaleness(WireMessage):
     """The learner sets the staleness bound under which groups are admitted from now on.
 
     Between 0 and the configured pipeline.max_staleness; groups that are open keep the bound they were
@@ -209,7 +212,7 @@ class SetStaleness(_Message):
     max_staleness: Count
 
 
-class LedgerCounts(_Message):
+class LedgerCounts(WireMessage):
     """admitted = trained + dropped_stale + dropped_filtered + failed + queued + in_flight."""
 
     admitted: Count
@@ -221,7 +224,7 @@ class LedgerCounts(_Message):
     in_flight: Count
 
 
-class GroupRef(_Message):
+class GroupRef(WireMessage):
     """One group of a Batch; `num_frames` of the following frames are its payload."""
 
     group_id: Count
@@ -231,7 +234,7 @@ class GroupRef(_Message):
     """Seconds between GroupDone and Batch."""
 
 
-class Batch(_Message):
+class Batch(WireMessage):
     """The groups of one step in order of admission; their payload frames follow."""
 
     kind: Literal["batch"] = "batch"
@@ -253,65 +256,18 @@ class Batch(_Message):
     """Evaluations finished since the previous Batch."""
 
 
-class WantEval(_Message):
+class WantEval(WireMessage):
     """The learner waits for the evaluation of `version` (after its last step)."""
 
     kind: Literal["want_eval"] = "want_eval"
     version: Count
 
 
-class EvalResults(_Message):
+class EvalResults(WireMessage):
     """Evaluations finished since the last Batch."""
 
     kind: Literal["eval_results"] = "eval_results"
     evals: list[EvalDone]
-
-
-class WantManifest(_Message):
-    """A generator asks the publisher for the manifest of (epoch, version)."""
-
-    kind: Literal["want_manifest"] = "want_manifest"
-    run_id: str
-    token: str = ""
-    epoch: Count
-    version: Count
-
-
-class Manifest(_Message):
-    """The manifest follows as one frame (weights/manifest.py)."""
-
-    kind: Literal["manifest"] = "manifest"
-    epoch: Count
-    version: Count
-
-
-class WantChunk(_Message):
-    """A generator asks for chunk `index` of (epoch, version)."""
-
-    kind: Literal["want_chunk"] = "want_chunk"
-    run_id: str
-    token: str = ""
-    epoch: Count
-    version: Count
-    index: Count
-
-
-class Chunk(_Message):
-    """The chunk's bytes follow as one frame; the manifest holds its digest."""
-
-    kind: Literal["chunk"] = "chunk"
-    epoch: Count
-    version: Count
-    index: Count
-
-
-class Gone(_Message):
-    """The publisher does not hold this version any more (or refuses the asker)."""
-
-    kind: Literal["gone"] = "gone"
-    epoch: Count
-    version: Count
-    reason: str
 
 
 Message = (

@@ -1,6 +1,7 @@
 """The generator's loop with a scripted broker; everything else is real."""
 
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -108,6 +109,28 @@ def parts(path, tmp_path):
     engine.close()
 
 
+@contextmanager
+def working(broker, settings, parts):
+    """A generator at work on a thread of its own; told to stop in the end."""
+    mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
+    thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
+    thread.start()
+    yield
+    broker.send(m.Stop(reason="test"))
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    mailbox.close("test")
+
+
+def messages_until(broker, is_enough):
+    """What the broker got, up to the message with which it `is_enough`."""
+    came = []
+    while not is_enough(came):
+        came.append(broker.get().message)
+        assert len(came) < 100  # counters come in any case, four a second
+    return came
+
+
 def test_weights_are_fetched_while_the_engine_is_in_the_middle_of_a_step(path, parts, tmp_path):
     settings = parts.pop("config")
     engine, subscriber = parts["engine"], parts["subscriber"]
@@ -122,18 +145,12 @@ def test_weights_are_fetched_while_the_engine_is_in_the_middle_of_a_step(path, p
     with (
         brokered(m.Welcome(beat_s=1.0, silence_s=PATIENCE_S)) as broker,
         learning(named_weights(load_policy(path).model), tmp_path, "shm", epoch=0) as learner,
+        working(broker, settings, parts),
     ):
-        mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
-        thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
-        thread.start()
         start = m.GroupStart(group_id=0, ordinal=0, attempt=0, seed=0)
         broker.send(m.Work(starts=[start]))
         broker.send(learner.publish(1))
-        while ("adopted", 1) not in engine.events:
-            broker.get()  # counters come in any case, four a second
-        broker.send(m.Stop(reason="test"))
-        thread.join(PATIENCE_S)
-        mailbox.close("test")
+        messages_until(broker, lambda _: ("adopted", 1) in engine.events)
     assert came_in_step == [True]
 
 
@@ -153,16 +170,8 @@ def test_weights_are_adopted_only_after_what_came_before_their_announcement(path
             assert subscriber.fetched.acquire(timeout=PATIENCE_S)
 
         subscriber.before_ready = announce
-        mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
-        thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
-        thread.start()
-        came = []
-        while held(came) != (0, 1):
-            came.append(broker.get().message)
-            assert len(came) < 100  # counters come in any case, four a second
-        broker.send(m.Stop(reason="test"))
-        thread.join(PATIENCE_S)
-        mailbox.close("test")
+        with working(broker, settings, parts):
+            came = messages_until(broker, lambda came: held(came) == (0, 1))
     [done] = [one for one in came if isinstance(one, m.EvalDone)]
     assert done.version == 0
     assert [event[0] for event in engine.events] == ["finished"] * 6 + ["adopted"]
@@ -172,17 +181,8 @@ def test_weights_that_the_welcome_announces_are_adopted(path, parts, tmp_path):
     settings = parts.pop("config")
     with learning(named_weights(load_policy(path).model), tmp_path, "shm", epoch=0) as learner:
         welcome = m.Welcome(beat_s=1.0, silence_s=PATIENCE_S, announcement=learner.publish(3))
-        with brokered(welcome) as broker:
-            mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
-            thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
-            thread.start()
-            came = []
-            while held(came) != (0, 3):
-                came.append(broker.get().message)
-                assert len(came) < 100  # counters come in any case, four a second
-            broker.send(m.Stop(reason="test"))
-            thread.join(PATIENCE_S)
-            mailbox.close("test")
+        with brokered(welcome) as broker, working(broker, settings, parts):
+            messages_until(broker, lambda came: held(came) == (0, 3))
     assert parts["engine"].events == [("adopted", 3)]
 
 
@@ -197,22 +197,18 @@ def test_of_weights_that_come_during_an_evaluation_the_newest_are_adopted_after_
     with (
         brokered(m.Welcome(beat_s=1.0, silence_s=PATIENCE_S)) as broker,
         learning(named_weights(load_policy(path).model), tmp_path, "shm", epoch=0) as learner,
+        working(broker, settings, parts),
     ):
-        mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
         broker.send(m.Evaluate(version=0))
-        thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
-        thread.start()
         for version in range(1, newest + 1):
             broker.send(learner.publish(version))
             assert subscriber.fetched.acquire(timeout=PATIENCE_S)
-        came = []
-        while not any(isinstance(one, m.EvalDone) for one in came) or held(came) != (0, newest):
-            came.append(broker.get().message)
-            assert len(came) < 100  # counters come in any case, four a second
-        broker.send(m.Stop(reason="test"))
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-        mailbox.close("test")
+        came = messages_until(
+            broker,
+            lambda came: (
+                any(isinstance(one, m.EvalDone) for one in came) and held(came) == (0, newest)
+            ),
+        )
     [done] = [one for one in came if isinstance(one, m.EvalDone)]
     assert (done.version, done.num_samples + done.num_unscored) == (0, 6)
     events = engine.events
@@ -239,20 +235,13 @@ def test_a_new_epoch_voids_the_groups_of_earlier_ones_and_keeps_its_own(path, pa
     with (
         brokered(m.Welcome(beat_s=1.0, silence_s=PATIENCE_S)) as broker,
         learning(named_weights(load_policy(path).model), tmp_path, "shm", epoch=1) as learner,
+        working(broker, settings, parts),
     ):
-        mailbox = Mailbox(broker.endpoint, HELLO, connect_timeout_s=PATIENCE_S)
         broker.send(m.Work(starts=starts))
         broker.send(learner.publish(1))
-        thread = threading.Thread(target=Generator(settings, mailbox=mailbox, **parts).run)
-        thread.start()
-        came = []
-        while not any(isinstance(one, m.GroupDone) for one in came):
-            came.append(broker.get().message)
-            assert len(came) < 100  # counters come in any case, four a second
-        broker.send(m.Stop(reason="test"))
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-        mailbox.close("test")
+        came = messages_until(
+            broker, lambda came: any(isinstance(one, m.GroupDone) for one in came)
+        )
     assert [one.group_id for one in came if isinstance(one, m.GroupDone)] == ids[1:]
     assert {one[1] for one in engine.events if one[0] == "finished"} == set(ids[1:])
 
