@@ -91,6 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--publications", type=int, default=24)
     parser.add_argument("--every-s", type=float, default=1.0, help="between two publications")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of decoding without any, twice")
     parser.add_argument("--staging", nargs="+", choices=["gpu", "host"], default=["gpu", "host"])
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
     parser.add_argument("--learner-device", default="cuda:0")
@@ -215,10 +216,10 @@ class Bench:
     def run(self) -> Row:
         """Warm up (the first adoption tries ways of loading, the first of each file pins it); measure."""
         self._decode(publications=MAX_BUFFERS + 1, record=[])
-        plain = self._decode(seconds=8.0)
+        plain = self._decode(seconds=self._options.seconds)
         rows: list[Row] = []
         published = self._decode(publications=self._options.publications, record=rows)
-        again = self._decode(seconds=8.0)
+        again = self._decode(seconds=self._options.seconds)
         for request_id in range(self._next_id):
             self._engine.abort(request_id)
         self._done.set()

@@ -15,7 +15,8 @@ refilled, the real Subscriber, and versions adopted between two steps. The figur
 
 Of pinned versions, `stall_ms` is of the tokens of the new version, and `running_gap_ms` of everybody's:
 the longest time between two deliveries of tokens around the adoption, less a median step; to be read
-beside `any_gap_ms_p95`, the same of all steps, prefills of refilled groups included. A completion
+beside `any_gap_ms_p95`, the same of all steps, prefills of refilled groups included. Only completions
+that start then sample under a pinned version: `start_ms` is how long none did. A completion
 must not outlive max_staleness publications, or new versions wait (vllm_lora.py): keep
 tokens * step time < max_staleness * every_s.
 """
@@ -84,7 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--publications", type=int, default=24)
     parser.add_argument("--every-s", type=float, default=1.0, help="between two publications")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of decoding without any")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of decoding without any, twice")
     parser.add_argument("--learner-device", default="cuda:0")
     parser.add_argument("--gpu-memory", type=float, default=0.5)
     parser.add_argument("--graphs", type=int, default=0, help="max_cudagraph_capture_size")
@@ -229,6 +230,15 @@ class LoraBench(Bench):
             return outputs
 
         engine._core.poll = noting_poll
+        self._added_s = 0.0
+        add = engine._core.add
+
+        def noting_add(*arguments: Any, **more: Any) -> Any:  # noqa: ANN401
+            if not self._added_s:
+                self._added_s = time.monotonic()
+            return add(*arguments, **more)
+
+        engine._core.add = noting_add
 
     def undisturbed(self, seconds: float) -> Row:
         """Tokens a second without publications, in three pieces after a warm-up."""
@@ -246,14 +256,18 @@ class LoraBench(Bench):
     def _adopt(self, facts: Row) -> None:
         before = len(self._deliveries)
         super()._adopt(facts)
-        if facts.get("adopted"):
-            facts.setdefault("deliveries_before", before)
+        if facts.get("adopted") and "deliveries_before" not in facts:
+            facts["deliveries_before"] = before
+            self._added_s = 0.0
 
     def _row(self, facts: Row, steps: list[float]) -> Row:
         times = self._deliveries[max(0, facts["deliveries_before"] - 1) :]
         longest_s = max(after - before for before, after in pairwise(times))
         step_s = statistics.median(steps[-200:])
-        return super()._row(facts, steps) | {"running_gap_ms": 1e3 * (longest_s - step_s)}
+        row = super()._row(facts, steps) | {"running_gap_ms": 1e3 * (longest_s - step_s)}
+        if self._options.case == "pinned":
+            row["start_ms"] = 1e3 * (self._added_s - facts["ended_s"])
+        return row
 
 
 if __name__ == "__main__":
