@@ -5,13 +5,17 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from asyncrl.causes import error_file
 from asyncrl.errors import PeerLostError
 from asyncrl.family import die_with_parent
+
+_TERMINATE_S = 4.0
+"""Between SIGTERM and SIGKILL; with reaping it keeps the end of a run under 10 s."""
 
 STAGGER_S = 45.0
 """How long an engine of a shared GPU is given to load before the next one starts beside it."""
@@ -29,6 +33,9 @@ class Child:
     after: "Child | None" = None
     """The engine before it on the same GPU: two that load at once slow each other down, and the second
     one finds what the first one compiled in vLLM's cache."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of its own, over all others."""
 
     incarnation: int = 0
     process: subprocess.Popen[bytes] | None = None
@@ -60,6 +67,7 @@ class Child:
         }
         if self.gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        environment |= self.environment
         log_path = run_dir / "logs" / f"{self.name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log_file:
@@ -99,3 +107,19 @@ class Child:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
+
+
+def stop(children: Collection[Child]) -> None:
+    """SIGTERM, then SIGKILL, to each one's whole session; all of them are reaped."""
+    alive = [c for c in children if c.process and c.process.poll() is None]
+    for child in alive:
+        child.signal_session(signal.SIGTERM)
+    deadline_s = time.monotonic() + _TERMINATE_S
+    while any(c.process and c.process.poll() is None for c in alive):
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.05)
+    for child in children:
+        child.signal_session(signal.SIGKILL)
+        if child.process is not None:
+            child.process.wait()

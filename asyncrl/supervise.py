@@ -19,11 +19,12 @@ from types import FrameType
 
 from asyncrl.attempt import keep_restart
 from asyncrl.causes import cause, is_device_fault, is_known, is_mismatch, root_cause
-from asyncrl.child import Child
+from asyncrl.child import Child, stop
 from asyncrl.config import RunConfig, to_toml
 from asyncrl.errors import AsyncRLError, ConfigError, PeerLostError
 from asyncrl.family import children, inherit_orphans, kill_orphans
 from asyncrl.generator.choice import settled
+from asyncrl.mps import GpuSharing
 from asyncrl.placement import gpu_split, plan_cores, visible_gpus
 from asyncrl.run_folder import add_facts, read_key, write_private
 from asyncrl.telemetry.bottleneck import Split
@@ -33,9 +34,6 @@ from asyncrl.weights.buffers import remove_leftovers
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: a terminal was closed
 
 _POLL_S = 0.2
-_TERMINATE_S = 4.0
-"""Between SIGTERM and SIGKILL; with reaping it keeps the end of a run under 10 s."""
-
 _LAST_WORDS_S = 5.0
 """A process that failed has this long to end, once another one has said that it lost it."""
 
@@ -55,6 +53,7 @@ class Supervisor:
     _children: dict[str, Child] = field(default_factory=dict)
     _stopping: bool = False
     _split: Split | None = None
+    _sharing: GpuSharing | None = None
 
     def run(self) -> int:
         """Start everything, wait for the end, stop everything; returns the exit code."""
@@ -90,9 +89,16 @@ class Supervisor:
 
     def _start_all(self) -> None:
         remove_leftovers(self.run_id)  # of an attempt whose supervisor was killed
-        plan = plan_cores(self.config, sorted(os.sched_getaffinity(0)), gpus=visible_gpus())
+        gpus = visible_gpus()
+        plan = plan_cores(self.config, sorted(os.sched_getaffinity(0)), gpus=gpus)
+        self._sharing = GpuSharing(self.config, gpus, self.run_dir / "logs", self.say)
+        environments = [self._sharing.environment(place) for place in plan.generator_gpus]
         self._split = gpu_split(plan)
-        add_facts(self.run_dir, gpu_split=asdict(self._split) if self._split else None)
+        add_facts(
+            self.run_dir,
+            gpu_split=asdict(self._split) if self._split else None,
+            mps=any(environments),
+        )
         token = self.run_dir / "token"
         write_private(token, self._token())
         common = [
@@ -122,6 +128,7 @@ class Supervisor:
                 gpus=plan.generator_gpus[index],
                 restarts=self.config.host.max_generator_restarts,
                 after=None if is_first else self._children[f"generator-{index - 1}"],
+                environment=environments[index],
             )
 
     def _settle_engines(self) -> None:
@@ -153,12 +160,14 @@ class Supervisor:
         restarts: int = 0,
         num_ranks: int = 1,
         after: Child | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         launcher = [sys.executable, "-m"]
         if num_ranks > 1:
             launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
             launcher += ["-m"]
         child = Child(name, [*launcher, "asyncrl", *arguments], cores, gpus, restarts, after)
+        child.environment = environment or {}
         self._children[name] = child
         if after is None:
             child.spawn(self.run_dir, pin=self.config.host.pin_cores)
@@ -282,17 +291,8 @@ class Supervisor:
                 )
 
     def _stop_all(self) -> None:
-        """SIGTERM, then SIGKILL, to each child's whole session; then remove shared memory."""
-        alive = [c for c in self._children.values() if c.process and c.process.poll() is None]
-        for child in alive:
-            child.signal_session(signal.SIGTERM)
-        deadline_s = time.monotonic() + _TERMINATE_S
-        while any(c.process and c.process.poll() is None for c in alive):
-            if time.monotonic() > deadline_s:
-                break
-            time.sleep(0.05)
-        for child in self._children.values():
-            child.signal_session(signal.SIGKILL)
-            if child.process is not None:
-                child.process.wait()
+        """End every process; then remove shared memory."""
+        stop(self._children.values())
+        if self._sharing is not None:
+            self._sharing.close()
         remove_leftovers(self.run_id)
