@@ -12,10 +12,11 @@ the log-prob of every one, temperature 1, random weights and no end token. For e
 | ours  | E engines, each a process with `VllmEngine` and its part of the memory (generator/memory.py) |
 
 E engines are started once, and 1, 2, ... E of them measured while the others idle: an idle one launches
-nothing, so it takes neither a core nor the GPU (whose contexts share time only while they have work),
-and its memory was given to it alone; what it has beside it is smaller caches, which hold all N here at
-once. All engines of a case begin at the same moment with N / n completions each; the case's time ends
-with the last one. A case is repeated unless it took REPEAT_UNDER_S.
+nothing, so it takes neither a core nor the GPU, and its memory was given to it alone; what it has
+beside it is smaller caches, which hold all N here at once. As in a run they are clients of a
+Multi-Process Service (asyncrl/mps.py; --mps off: they take turns on the GPU); the plain one is not.
+All engines of a case begin at the same moment with N / n completions each; the case's time ends with
+the last one. A case is repeated unless it took REPEAT_UNDER_S.
 
 ratio_best = our best at the largest N of 1.4b / the best plain rate over all N. Other variants
 (engine_process.py: fp8, scheduling, prefill, graphs) start E more engines each. DIR/vllm_throughput.json
@@ -31,6 +32,8 @@ from typing import Any
 
 from analysis.engine_process import VARIANTS, CaseFailedError, EngineProcess, Job, Row
 from analysis.random_models import SHAPES, make_model
+from asyncrl.mps import MpsDaemon
+from asyncrl.placement import visible_gpus
 from asyncrl.telemetry.provenance import provenance
 
 REPEAT_UNDER_S = 6.0
@@ -62,6 +65,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num", nargs="+", type=int, default=[64, 512, 1024])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--mps", choices=["on", "off"], default="on")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--memory", type=float, default=0.85, help="of the GPU, all engines")
     parser.add_argument("--stagger-s", type=float, default=15.0, help="at most between two starts")
@@ -83,6 +87,7 @@ class Bench:
         self._options = options
         self._failures: list[Row] = []
         self._starts: list[Row] = []
+        self._environment: dict[str, str] = {}
         given = {key: str(value) for key, value in vars(options).items()}
         self._head = provenance() | {"options": given}
 
@@ -98,6 +103,7 @@ class Bench:
             eager=options.eager,
         )  # fmt: skip
         with ExitStack() as stack:
+            self._environment = self._share_gpu(stack) if kind == "ours" else {}
             try:
                 engines = self._start_somehow(stack, job, what)
                 for num in sorted(options.num, reverse=True):
@@ -109,6 +115,14 @@ class Bench:
                 self._failures.append(what | {"failed": str(error)})
                 print(self._failures[-1], flush=True)
         self._write()
+
+    def _share_gpu(self, stack: ExitStack) -> dict[str, str]:
+        """Variables of engines that share the first visible GPU."""
+        if self._options.mps == "off" or not (gpus := visible_gpus()):
+            return {}
+        daemon = MpsDaemon(gpus[:1], self._options.out)
+        stack.callback(daemon.close)
+        return daemon.client_environment
 
     def _start_somehow(self, stack: ExitStack, job: Job, what: Row) -> list[EngineProcess]:
         """Once more if the first try fails: 0.26 does now and then, capturing graphs."""
@@ -130,7 +144,9 @@ class Bench:
         for index in range(job.engines):
             if engines:
                 engines[-1].has_answer(self._options.stagger_s)
-            engine = EngineProcess(job, self._options.out / f"{name}-{index}.log")
+            engine = EngineProcess(
+                job, self._options.out / f"{name}-{index}.log", self._environment
+            )
             stack.callback(engine.close)
             engines.append(engine)
         each = [engine.answer(began_s + self._options.start_s)["start_s"] for engine in engines]
@@ -153,6 +169,7 @@ class Bench:
                 runs.append(together(engines, num, options.tokens, options.limit_s, more))
             rates = [num * options.tokens / run["s"] for run in runs]
             row = what | {"engines": len(engines), "num": num, "seeded": seeded}
+            row |= {"mps": bool(self._environment)}
             row |= {"tokens_per_s": round(max(rates)), "rates": rates, "runs": runs}
             self.rows.append(row)
             print({key: row[key] for key in row if key != "runs"}, flush=True)

@@ -76,8 +76,8 @@ class CaseFailedError(Exception):
 class EngineProcess:
     """The parent's end."""
 
-    def __init__(self, job: Job, log: Path) -> None:
-        """Start the child; `answer` gives how long it took."""
+    def __init__(self, job: Job, log: Path, environment: dict[str, str]) -> None:
+        """Start the child with these variables too; `answer` gives how long it took."""
         answers, answer = os.pipe()
         command = [sys.executable, "-m", "analysis.engine_process", "--answer", str(answer)]
         self._log = log
@@ -85,7 +85,7 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [*command, json.dumps(dataclasses.asdict(job))],
                 stdin=subprocess.PIPE, stdout=output, stderr=output, text=True,
-                pass_fds=[answer], start_new_session=True,
+                pass_fds=[answer], start_new_session=True, env=os.environ | environment,
             )  # fmt: skip
         os.close(answer)
         self._answers = os.fdopen(answers)
