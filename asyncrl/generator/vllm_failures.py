@@ -29,6 +29,9 @@ _LASTING = (
 )  # fmt: skip
 """Of CUDA errors: those that another try does not change."""
 
+_CUDA = ("CUDA error", "MPS server", "MPS client")
+"""Words of a failed call of CUDA; the last two while a Multi-Process Service recovers from a fault."""
+
 _DISTURBED = "Error in memory profiling"
 """vLLM looks twice at what is free, and does not start if it is more the second time."""
 
@@ -36,8 +39,9 @@ _DISTURBED = "Error in memory profiling"
 def is_device_fault(error: Exception) -> bool:
     """Whether something failed on the GPU that another try may not meet again."""
     cause = str(error)
-    is_cuda = "CUDA error" in cause and not any(words in cause for words in _LASTING)
-    return is_cuda or _DISTURBED in cause
+    is_cuda = any(words in cause for words in _CUDA)
+    is_lasting = any(words in cause for words in _LASTING)
+    return (is_cuda and not is_lasting) or _DISTURBED in cause
 
 
 def _one_line(error: Exception) -> str:

@@ -149,5 +149,9 @@ def test_a_kernel_that_fails_at_the_start_is_no_matter_of_settings(tiny, monkeyp
     )
     assert is_device_fault(disturbed)
     assert "one after another" in str(start_failure("model", disturbed))
+    recovering = "Error 807: MPS server is not ready to accept new MPS client requests"
+    assert is_device_fault(
+        RuntimeError(f"Unexpected error from cudaGetDeviceCount(). {recovering}")
+    )
     for lasting in ("out of memory", "no kernel image is available", "invalid device ordinal"):
         assert not is_device_fault(RuntimeError(f"CUDA error: {lasting}"))
