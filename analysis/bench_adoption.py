@@ -119,7 +119,14 @@ def publish_on_demand(pipe: Connection, weights: dict[str, torch.Tensor]) -> Non
             pipe.send(message)
 
     remove_leftovers(RUN_ID)  # of a run that was killed
-    publisher = Publisher(RUN_ID, epoch=0, transport="shm", on_published=send)
+    device = next(iter(weights.values())).device
+    publisher = Publisher(
+        RUN_ID,
+        epoch=0,
+        transport="shm",
+        on_published=send,
+        device=device if device.type == "cuda" else None,
+    )
     snapshotter = Snapshotter(weights.items(), dtype="bfloat16", buffers=publisher.buffers)
     send("ready")
     while (version := pipe.recv()) is not None:
