@@ -2,15 +2,16 @@
 
     python analysis/bench_switch_interval.py [--rounds 40]
 
-The main thread plays an engine's host loop: 12 ms of Python, then 3 ms in which it waits for the GPU; the
-real Subscriber fetches versions of 37 MB in 420 tensors (an adapter of rank 16 of a 1.4B model) from
-shared memory in its own thread. Python hands the GIL over after the switch interval (5 ms unless it is
-set), and the fetch needs it some dozen times. A case is an interval, and one while a version is fetched.
-Cases take turns round by round, so that whatever else the machine does falls on all of them.
+The main thread plays an engine's host loop: 12 ms of Python, then 3 ms in which it waits for the GPU.
+Another one hears of versions, as the mailbox's does, and the real Subscriber fetches them, 37 MB in 420
+tensors (an adapter of rank 16 of a 1.4B model), from shared memory in its own thread. Python hands the
+GIL over after the switch interval (5 ms unless it is set), and the fetch needs it some dozen times. A
+case is an interval, and one while a version is fetched. Cases take turns round by round, so that whatever
+else the machine does falls on all of them.
 
 | value     | meaning                                                                              |
 |-----------|--------------------------------------------------------------------------------------|
-| ready_ms  | from `start` to the step that finds the version ready, median over rounds            |
+| ready_ms  | from the news to the step that finds the version ready, median over rounds           |
 | stage_ms  | the fetch itself                                                                     |
 | slower    | time of a step while a version is fetched / without, mean                            |
 | lost_ms   | what these steps took longer in all, a version, median: what the loop loses          |
@@ -18,10 +19,12 @@ Cases take turns round by round, so that whatever else the machine does falls on
 
 import argparse
 import json
+import queue
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -62,11 +65,22 @@ def step(turns: int) -> float:
     return time.perf_counter() - began_s
 
 
-def measure(subscriber: Subscriber, announcement: Announcement, turns: int) -> dict[str, float]:
+News = queue.SimpleQueue[Announcement | None]
+
+
+def hear(subscriber: Subscriber, news: News) -> None:
+    """Start the fetch of what is announced, until None is."""
+    while (announcement := news.get()) is not None:
+        subscriber.start(announcement)
+
+
+def measure(
+    subscriber: Subscriber, news: News, announcement: Announcement, turns: int
+) -> dict[str, float]:
     """Fetch one version beside the loop."""
     alone = statistics.fmean(step(turns) for _ in range(4))
     began_s, steps = time.monotonic(), []
-    subscriber.start(announcement)
+    news.put(announcement)
     while (staged := subscriber.ready()) is None:
         steps.append(step(turns))
     ready_s = time.monotonic() - began_s
@@ -100,6 +114,9 @@ def main() -> None:
     found: dict[tuple[float, float], dict[str, list[float]]] = {
         case: defaultdict(list) for case in CASES_S
     }
+    news: News = queue.SimpleQueue()
+    ear = threading.Thread(target=hear, args=(subscriber, news))
+    ear.start()
     turns = calibrate()
     for version in range(options.rounds * len(CASES_S)):
         case = CASES_S[version % len(CASES_S)]
@@ -111,8 +128,10 @@ def main() -> None:
         publisher.publish(snapshot)
         while len(announced) == num_announced:
             time.sleep(0.001)
-        for name, value in measure(subscriber, announced[-1], turns).items():
+        for name, value in measure(subscriber, news, announced[-1], turns).items():
             found[case][name].append(value)
+    news.put(None)
+    ear.join()
     subscriber.close()
     publisher.close()
     shutil.rmtree(folder)
