@@ -97,7 +97,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learner-device", default="cuda:0")
     parser.add_argument("--gpu-memory", type=float, default=0.5)
     parser.add_argument("--graphs", type=int, default=0, help="max_cudagraph_capture_size")
-    parser.add_argument("--switch-ms", type=float, default=5.0, help="sys.setswitchinterval")
+    parser.add_argument(
+        "--switch-ms", type=float, default=5.0, help="sys.setswitchinterval, if nothing is staged"
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
