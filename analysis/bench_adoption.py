@@ -97,7 +97,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learner-device", default="cuda:0")
     parser.add_argument("--gpu-memory", type=float, default=0.5)
     parser.add_argument("--graphs", type=int, default=0, help="max_cudagraph_capture_size")
-    parser.add_argument("--switch-ms", type=float, default=5.0, help="sys.setswitchinterval")
+    parser.add_argument(
+        "--switch-ms", type=float, default=5.0, help="sys.setswitchinterval, if nothing is staged"
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -119,7 +121,14 @@ def publish_on_demand(pipe: Connection, weights: dict[str, torch.Tensor]) -> Non
             pipe.send(message)
 
     remove_leftovers(RUN_ID)  # of a run that was killed
-    publisher = Publisher(RUN_ID, epoch=0, transport="shm", on_published=send)
+    device = next(iter(weights.values())).device
+    publisher = Publisher(
+        RUN_ID,
+        epoch=0,
+        transport="shm",
+        on_published=send,
+        device=device if device.type == "cuda" else None,
+    )
     snapshotter = Snapshotter(weights.items(), dtype="bfloat16", buffers=publisher.buffers)
     send("ready")
     while (version := pipe.recv()) is not None:

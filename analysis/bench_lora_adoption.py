@@ -91,7 +91,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--graphs", type=int, default=0, help="max_cudagraph_capture_size")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--limit-s", type=float, default=170.0, help="of one case")
-    parser.add_argument("--switch-ms", type=float, default=5.0, help="sys.setswitchinterval")
+    parser.add_argument(
+        "--switch-ms", type=float, default=5.0, help="sys.setswitchinterval, if nothing is staged"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--case", default="", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -2,25 +2,29 @@
 
     python analysis/bench_switch_interval.py [--rounds 40]
 
-The main thread plays an engine's host loop: 12 ms of Python, then 3 ms in which it waits for the GPU; the
-real Subscriber fetches versions of 37 MB in 420 tensors (an adapter of rank 16 of a 1.4B model) from
-shared memory in its own thread. Python hands the GIL over after the switch interval (5 ms unless it is
-set), and the fetch needs it some dozen times. Intervals take turns round by round, so that whatever else
-the machine does falls on all of them.
+The main thread plays an engine's host loop: 12 ms of Python, then 3 ms in which it waits for the GPU.
+Another one hears of versions, as the mailbox's does, and the real Subscriber fetches them, 37 MB in 420
+tensors (an adapter of rank 16 of a 1.4B model), from shared memory in its own thread. Python hands the
+GIL over after the switch interval (5 ms unless it is set), and the fetch needs it some dozen times. A
+case is an interval, and one while a version is fetched. Cases take turns round by round, so that whatever
+else the machine does falls on all of them.
 
 | value     | meaning                                                                              |
 |-----------|--------------------------------------------------------------------------------------|
-| ready_ms  | from `start` to the step that finds the version ready, median over rounds            |
+| ready_ms  | from the news to the step that finds the version ready, median over rounds           |
 | stage_ms  | the fetch itself                                                                     |
-| slower    | time of a step while a version is fetched / without, mean: what the loop loses       |
+| slower    | time of a step while a version is fetched / without, mean                            |
+| lost_ms   | what these steps took longer in all, a version, median: what the loop loses          |
 """
 
 import argparse
 import json
+import queue
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -28,12 +32,16 @@ from pathlib import Path
 import torch
 
 from asyncrl.telemetry.provenance import provenance
+from asyncrl.weights import switching
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import Snapshotter
 from asyncrl.weights.staging import DeviceStaging
 from asyncrl.weights.subscriber import Subscriber
+from asyncrl.wire.messages import Announcement
 
-INTERVALS_S = (0.005, 0.001, 0.0005, 0.0002)
+CASES_S = ((0.005, 0.005), (0.001, 0.001), (0.0002, 0.0002), (0.005, 0.001), (0.005, 0.0002))
+"""The interval, and the one while a version is fetched."""
+
 NUM_TENSORS, NUM_VALUES = 420, 22_000
 _HOST_S, _DEVICE_S = 0.012, 0.003
 
@@ -57,6 +65,34 @@ def step(turns: int) -> float:
     return time.perf_counter() - began_s
 
 
+News = queue.SimpleQueue[Announcement | None]
+
+
+def hear(subscriber: Subscriber, news: News) -> None:
+    """Start the fetch of what is announced, until None is."""
+    while (announcement := news.get()) is not None:
+        subscriber.start(announcement)
+
+
+def measure(
+    subscriber: Subscriber, news: News, announcement: Announcement, turns: int
+) -> dict[str, float]:
+    """Fetch one version beside the loop."""
+    alone = statistics.fmean(step(turns) for _ in range(4))
+    began_s, steps = time.monotonic(), []
+    news.put(announcement)
+    while (staged := subscriber.ready()) is None:
+        steps.append(step(turns))
+    ready_s = time.monotonic() - began_s
+    staged.release()
+    return {
+        "ready_ms": 1e3 * ready_s,
+        "stage_ms": 1e3 * (staged.end_s - staged.start_s),
+        "slower": statistics.fmean(steps) / alone if steps else 1.0,
+        "lost_ms": 1e3 * (sum(steps) - alone * len(steps)),
+    }
+
+
 def main() -> None:
     """Measure, write, print."""
     parser = argparse.ArgumentParser(description="fetch latency by switch interval")
@@ -75,38 +111,40 @@ def main() -> None:
     tensors = [(f"t{i}", torch.randn(NUM_VALUES)) for i in range(NUM_TENSORS)]
     snapshotter = Snapshotter(tensors, dtype=None, buffers=publisher.buffers)
     subscriber = Subscriber("bench", shm_dir=folder, staging=DeviceStaging(torch.device("cpu")))
-    found: dict[float, dict[str, list[float]]] = {s: defaultdict(list) for s in INTERVALS_S}
+    found: dict[tuple[float, float], dict[str, list[float]]] = {
+        case: defaultdict(list) for case in CASES_S
+    }
+    news: News = queue.SimpleQueue()
+    ear = threading.Thread(target=hear, args=(subscriber, news))
+    ear.start()
     turns = calibrate()
-    for version in range(options.rounds * len(INTERVALS_S)):
-        interval_s = INTERVALS_S[version % len(INTERVALS_S)]
-        sys.setswitchinterval(interval_s)
+    for version in range(options.rounds * len(CASES_S)):
+        case = CASES_S[version % len(CASES_S)]
+        sys.setswitchinterval(case[0])
+        switching.INTERVAL_S = case[1]
         num_announced = len(announced)
         snapshot = snapshotter.take(version)
         assert snapshot is not None
         publisher.publish(snapshot)
         while len(announced) == num_announced:
             time.sleep(0.001)
-        alone = statistics.fmean(step(turns) for _ in range(4))
-        began_s, steps = time.monotonic(), []
-        subscriber.start(announced[-1])
-        while (staged := subscriber.ready()) is None:
-            steps.append(step(turns))
-        mine = found[interval_s]
-        mine["ready_ms"].append(1e3 * (time.monotonic() - began_s))
-        mine["stage_ms"].append(1e3 * (staged.end_s - staged.start_s))
-        mine["slower"].append(statistics.fmean(steps) / alone if steps else 1.0)
-        staged.release()
+        for name, value in measure(subscriber, news, announced[-1], turns).items():
+            found[case][name].append(value)
+    news.put(None)
+    ear.join()
     subscriber.close()
     publisher.close()
     shutil.rmtree(folder)
     rows = [
         {
-            "interval_ms": 1e3 * interval_s,
+            "interval_ms": 1e3 * case[0],
+            "while_fetching_ms": 1e3 * case[1],
             "ready_ms": round(statistics.median(mine["ready_ms"]), 2),
             "stage_ms": round(statistics.median(mine["stage_ms"]), 2),
             "slower": round(statistics.fmean(mine["slower"]), 3),
+            "lost_ms": round(statistics.median(mine["lost_ms"]), 2),
         }
-        for interval_s, mine in found.items()
+        for case, mine in found.items()
     ]
     result = provenance() | {"seed": None, "rounds": options.rounds, "rows": rows}
     options.out.write_text(json.dumps(result, indent=1) + "\n")

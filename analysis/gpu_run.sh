@@ -4,8 +4,8 @@
 #   two              the same on two GPUs
 #   bench, throughput, variants   the benchmarks beside this file
 #   probe            how many engines the probe chooses, by the clock
-#   adopt, lora      what adoptions cost, full weights and adapters (SWITCH_MS: Python's switch interval;
-#                    NUM: adapters' completions in flight)
+#   adopt, lora      what adoptions cost, full weights and adapters (SWITCH_MS: Python's switch interval while
+#                    nothing is staged; NUM: adapters' completions in flight)
 #   turns            the throughput of several engines without NVIDIA's MPS
 #   sweep            k = 0, 2, 8 with the 135M model, its nine runs spread over the visible GPUs
 #   tests            the tests that need a GPU, and the engines' conformance suite there

@@ -127,6 +127,7 @@ def _lead(config: RunConfig, endpoint: str, run_id: str, token: str, parts: dict
         role="learner", name="learner", run_id=run_id, config_digest=config.digest, token=token,
         epoch=start.epoch, version=start.version, cursor=start.cursor,
     )  # fmt: skip
+    device = next(parts["policy"].parameters()).device
     mailbox = Mailbox(endpoint, hello, connect_timeout_s=config.host.start_timeout_s)
     try:
         publisher = Publisher(
@@ -137,6 +138,7 @@ def _lead(config: RunConfig, endpoint: str, run_id: str, token: str, parts: dict
             host=config.weights.host,
             chunk_bytes=config.weights.chunk_bytes,
             token=token,
+            device=device if device.type == "cuda" else None,
         )
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         recorder = Recorder(

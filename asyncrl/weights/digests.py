@@ -19,8 +19,10 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-_FOLD_WORDS = 509
+FOLD_WORDS = 509
+"""Words of a row; prime."""
 
 DigestKind = Literal["sha256", "folded"]
 Buffer = bytes | bytearray | memoryview
@@ -32,10 +34,15 @@ def digest(chunk: Buffer, kind: DigestKind) -> bytes:
     """32 bytes for a chunk's content; "folded" reads it fast, "sha256" withstands a forger."""
     if kind == "sha256":
         return hashlib.sha256(chunk).digest()
-    num_folded = len(chunk) // (8 * _FOLD_WORDS) * _FOLD_WORDS
-    rows = np.frombuffer(chunk, np.int64, num_folded).reshape(-1, _FOLD_WORDS)
-    state = hashlib.sha256(rows.sum(axis=0))
-    state.update(memoryview(chunk)[8 * num_folded :])
+    num_folded = len(chunk) // (8 * FOLD_WORDS) * FOLD_WORDS
+    rows = np.frombuffer(chunk, np.int64, num_folded).reshape(-1, FOLD_WORDS)
+    return seal(rows.sum(axis=0), memoryview(chunk)[8 * num_folded :])
+
+
+def seal(sums: NDArray[np.int64], rest: Buffer) -> bytes:
+    """The folded digest of a chunk with these column sums [509] and, after its last row, `rest`."""
+    state = hashlib.sha256(sums.data)
+    state.update(rest)
     return state.digest()
 
 
@@ -51,32 +58,37 @@ def digest_chunks(buffer: memoryview, chunk_bytes: int, kind: DigestKind) -> tup
 
 
 def folded_digests(values: torch.Tensor, chunk_bytes: int) -> tuple[bytes, ...]:
-    """`digest_chunks` of `values` [N] uint8, "folded"; the sums are made on its device."""
+    """`digest_chunks` of `values` [N] uint8, "folded"; the sums are made on its device.
+
+    One call waits for the device, whatever the size.
+    """
     num_whole = len(values) // chunk_bytes
     whole, rest = values[: num_whole * chunk_bytes], values[num_whole * chunk_bytes :]
+    folded = [
+        _fold_rows(chunks)
+        for chunks in (whole.view(num_whole, chunk_bytes), rest[None])
+        if chunks.numel()
+    ]
+    if not folded:
+        return ()
+    on_host = torch.cat([rows.flatten() for rows in folded]).cpu().numpy().data
     digests: list[bytes] = []
-    for chunks in (whole.view(num_whole, chunk_bytes), rest[None]):
-        if chunks.numel():
-            digests += _folded_rows(chunks)
+    start = 0
+    for num_rows, size in (rows.shape for rows in folded):
+        end = start + num_rows * size
+        digests += (hashlib.sha256(on_host[i : i + size]).digest() for i in range(start, end, size))
+        start = end
     return tuple(digests)
 
 
-def _folded_rows(chunks: torch.Tensor) -> list[bytes]:
-    """The digest of each row of a matrix of bytes."""
+def _fold_rows(chunks: torch.Tensor) -> torch.Tensor:
+    """What is hashed of each row of a matrix of bytes: its column sums, and its rest."""
     num_chunks, size = chunks.shape
-    num_rows = size // (8 * _FOLD_WORDS)
-    head, tails = chunks.tensor_split([8 * _FOLD_WORDS * num_rows], dim=1)
+    num_rows = size // (8 * FOLD_WORDS)
+    head, rests = chunks.tensor_split([8 * FOLD_WORDS * num_rows], dim=1)
     if not num_rows:
-        sums = np.zeros((num_chunks, _FOLD_WORDS), np.int64)
-    else:
-        if chunks.stride(0) % 8 or chunks.storage_offset() % 8:
-            head = head.clone(memory_format=torch.contiguous_format)
-        words = head.view(torch.int64).view(num_chunks, num_rows, _FOLD_WORDS)
-        sums = words.sum(1).cpu().numpy()
-    rests = tails.cpu().numpy()
-    digests = []
-    for index in range(num_chunks):
-        state = hashlib.sha256(sums[index])
-        state.update(rests[index].tobytes())
-        digests.append(state.digest())
-    return digests
+        return torch.cat([chunks.new_zeros(num_chunks, 8 * FOLD_WORDS), rests], 1)
+    if chunks.stride(0) % 8 or chunks.storage_offset() % 8:
+        head = head.clone(memory_format=torch.contiguous_format)
+    words = head.view(torch.int64).view(num_chunks, num_rows, FOLD_WORDS)
+    return torch.cat([words.sum(1).view(torch.uint8), rests], 1)

@@ -109,16 +109,18 @@ class Manifest(_Closed):
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
-        entries = [(spec.name, spec.dtype, spec.shape) for spec in self.tensors]
-        if len({name for name, _, _ in entries}) != len(entries):
+        if len({spec.name for spec in self.tensors}) != len(self.tensors):
             raise ValueError("a tensor name occurs twice")
-        expected, total_bytes = lay_out(entries)
-        for spec, other in zip(self.tensors, expected, strict=True):
-            if spec != other:
+        end = 0
+        for spec in self.tensors:
+            num_bytes = _size(spec.dtype, spec.shape)
+            if (spec.num_bytes, spec.offset) != (num_bytes, end):
                 raise ValueError(
                     f"{spec.name} {spec.dtype}{list(spec.shape)} claims {spec.num_bytes} bytes at "
-                    f"{spec.offset}, its shape and place give {other.num_bytes} at {other.offset}"
+                    f"{spec.offset}, its shape and place give {num_bytes} at {end}"
                 )
+            end = _align(end + num_bytes)
+        total_bytes = max(ALIGNMENT, end)
         if self.total_bytes != total_bytes:
             raise ValueError(f"total_bytes is {self.total_bytes}, the tensors take {total_bytes}")
         if len(self.chunk_digests) != self.num_chunks:
@@ -186,12 +188,22 @@ def lay_out(
     specs = []
     offset = 0
     for name, dtype, shape in entries:
-        num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
+        num_bytes = _size(dtype, shape)
         specs.append(
             TensorSpec(name=name, dtype=dtype, shape=shape, offset=offset, num_bytes=num_bytes)
         )
-        offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        offset = _align(offset + num_bytes)
     return tuple(specs), max(ALIGNMENT, offset)
+
+
+def _size(dtype: DtypeName, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def _align(end: int) -> int:
+    """Where the next tensor begins."""
+    return -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def tensor_views(

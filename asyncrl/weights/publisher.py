@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from asyncrl.errors import ConfigError, NoProgressError, ProtocolError
 from asyncrl.weights.buffers import (
     SHM_DIR,
@@ -27,6 +29,7 @@ from asyncrl.weights.buffers import (
     check_run_id,
     snapshot_path,
 )
+from asyncrl.weights.device_digests import DeviceDigester
 from asyncrl.weights.digests import DigestKind, digest_chunks
 from asyncrl.weights.handover import Handover
 from asyncrl.weights.manifest import Manifest, Probe, manifest_digest
@@ -53,6 +56,7 @@ class Publisher:
         chunk_bytes: int = 4 * 2**20,
         token: str = "",
         shm_dir: Path = SHM_DIR,
+        device: torch.device | None = None,
     ) -> None:
         """Start the threads; with tcp, bind a free port of `host`.
 
@@ -65,6 +69,7 @@ class Publisher:
             chunk_bytes: bytes that are digested, and with tcp sent, as one piece.
             token: key that peers must present (tcp); required unless `host` is loopback.
             shm_dir: where the files go (shm).
+            device: makes the sums of the digests (shm); None: the host's cores do.
 
         Raises:
             ConfigError: the run id cannot name files; `host` cannot be bound, or is reachable from
@@ -76,6 +81,9 @@ class Publisher:
         self._on_published = on_published
         self._chunk_bytes = chunk_bytes
         self._shm_dir = shm_dir
+        self._device_digester: DeviceDigester | None = None
+        if transport == "shm" and device is not None:
+            self._device_digester = DeviceDigester(device)
         self._num_files = 0
         self._newest_version = -1
         self._served: dict[int, HostBuffer] = {}
@@ -165,9 +173,7 @@ class Publisher:
             total_bytes=snapshot.buffer.num_bytes,
             chunk_bytes=self._chunk_bytes,
             digest_kind=kind,
-            chunk_digests=digest_chunks(
-                memoryview(snapshot.buffer.mapping), self._chunk_bytes, kind
-            ),
+            chunk_digests=self._digest(memoryview(snapshot.buffer.mapping), kind),
             probe=probe,
         )
         data = manifest.to_bytes()
@@ -185,6 +191,11 @@ class Publisher:
                 final=final,
             )
         )
+
+    def _digest(self, memory: memoryview, kind: DigestKind) -> tuple[bytes, ...]:
+        if self._device_digester is not None:
+            return self._device_digester.digest_chunks(memory, self._chunk_bytes)
+        return digest_chunks(memory, self._chunk_bytes, kind)
 
     def _serve(self, manifest: Manifest, data: bytes, buffer: HostBuffer) -> str:
         """Make a version fetchable; where."""

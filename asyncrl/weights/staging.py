@@ -38,6 +38,10 @@ class DeviceStaging:
         self._device = device
         self._pins = Pins() if device.type == "cuda" else None
         self._buffer = _NO_BYTES
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._views: list[tuple[str, torch.Tensor]] = []
+        """Of `_specs` in the buffer: making them takes as long as a copy, and layouts rarely change."""
+
         self._stream: torch.cuda.Stream | None = None
         self._too_large = 2**63
         """Bytes that the device had no room for: not asked for again."""
@@ -60,12 +64,20 @@ class DeviceStaging:
             corrupt = self._copy(fetched, is_verified=is_verified)
         except torch.OutOfMemoryError as error:
             self._too_large = manifest.total_bytes
-            self._buffer = _NO_BYTES
+            self._forget()
             log.warning("no room to stage %d bytes: %s", manifest.total_bytes, error)
             return None
         if corrupt is not None:
             raise WeightMismatchError(manifest.corruption(corrupt, "the learner's snapshot"))
-        return [(spec.name, self._view(spec)) for spec in manifest.tensors]
+        if manifest.tensors != self._specs:
+            self._views = [(spec.name, self._view(spec)) for spec in manifest.tensors]
+            self._specs = manifest.tensors
+        return list(self._views)
+
+    def _forget(self) -> None:
+        """Give the buffer's memory back."""
+        self._buffer = _NO_BYTES
+        self._specs, self._views = (), []
 
     def _copy(self, fetched: Fetched, *, is_verified: bool) -> int | None:
         """Fill the buffer; the first chunk in it that is wrong. `fetched` is not read afterwards."""
@@ -86,6 +98,7 @@ class DeviceStaging:
         if self._pins is not None and self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         if len(self._buffer) != num_bytes:
+            self._forget()
             # From the stream's own pool: a block that the decode freed may still be read by its kernels.
             with torch.cuda.stream(self._stream):
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

@@ -5,7 +5,7 @@ then, and after any error, the generator keeps the weights it has. One thread fe
 at a time; of the announcements given meanwhile only the newest is fetched next. A version that
 its publisher has retired is not an error: a newer announcement is on its way (`num_superseded`
 counts them). With a `DeviceStaging` the version is copied to the generator's GPU as well, by the same
-thread; its views lie there.
+thread; its views lie there. While it works, the interpreter changes hands sooner (switching.py).
 
 | state of the thread | leaves it by                                                       |
 |---------------------|--------------------------------------------------------------------|
@@ -29,6 +29,7 @@ from asyncrl.weights.manifest import tensor_views
 from asyncrl.weights.shared_file import MappedFile, SharedFile
 from asyncrl.weights.snapshot_files import SnapshotFiles
 from asyncrl.weights.staging import DeviceStaging
+from asyncrl.weights.switching import quick_switches
 from asyncrl.wire.messages import Announcement
 
 _CLOSE_TIMEOUT_S = 10.0
@@ -227,7 +228,7 @@ class Subscriber:
         try:
             while (announcement := self._next_target()) is not None:
                 outcome = Handover()
-                with outcome:
+                with outcome, quick_switches:
                     self._stage(announcement)
                 self._finish(outcome)
         finally:

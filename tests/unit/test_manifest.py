@@ -173,6 +173,15 @@ def test_folded_digests_of_a_tensor_are_those_of_its_bytes(size, chunk_bytes):
     assert list(found) == [folded_by_hand(piece) for piece in pieces]
 
 
+@pytest.mark.parametrize("size", [5000, 60_000, 62_345])
+def test_folded_digests_wait_for_the_device_once(size, monkeypatch):
+    waits = []
+    plain = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda values: waits.append(1) or plain(values))
+    assert len(folded_digests(torch.zeros(size, dtype=torch.uint8), 5000)) == -(-size // 5000)
+    assert waits == [1]
+
+
 @given(st.integers(0, 19_999), st.integers(0, 7))
 def test_every_changed_bit_changes_a_folded_digest(place, bit):
     chunk = bytearray(random.Random(0).randbytes(20_000))

@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import re
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -107,6 +108,36 @@ def test_one_buffer_serves_all_versions_of_a_size_and_grows_for_another():
         assert torch.equal(staged, weight)
         places.append(staged.data_ptr())
     assert places[0] == places[1]
+
+
+def test_another_layout_of_the_same_size_is_staged_as_such():
+    staging = DeviceStaging(CPU)
+    one = [("a", torch.randn(16)), ("b", torch.randn(32))]
+    two = [("a", torch.randn(4, 8)), ("c", torch.randn(16))]
+    views = []
+    for tensors in (one, one, two, one):
+        found = staging.upload(fetched_of(tensors), is_verified=False)
+        assert [(name, bits(t)) for name, t in found] == [(name, bits(t)) for name, t in tensors]
+        views.append([tensor for _, tensor in found])
+        found.clear()  # it is the caller's
+    assert all(first is second for first, second in zip(views[0], views[1], strict=True))
+
+
+def test_the_memory_of_another_size_is_given_back_before_more_is_taken(monkeypatch):
+    staging = DeviceStaging(CPU)
+    [(_, staged)] = staging.upload(fetched_of([("weight", torch.ones(1000))]), is_verified=False)
+    before = weakref.ref(staged)
+    del staged
+    left = []
+
+    def full(*_, **__):
+        left.append(before())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    larger = fetched_of([("weight", torch.ones(2000))])
+    monkeypatch.setattr(torch, "empty", full)
+    assert staging.upload(larger, is_verified=False) is None
+    assert left == [None]
 
 
 def test_each_file_is_mapped_once_and_free_for_the_learner_once_it_is_copied(tmp_path):
