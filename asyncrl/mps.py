@@ -3,7 +3,7 @@
 Without it a GPU serves one process at a time. With it the processes are clients of one server, which has
 the GPU's only context: engines of 1.4B parameters sample 1.2 to 1.4 times as much (analysis/LOG.md).
 
-    supervisor -> nvidia-cuda-mps-control -f -> nvidia-cuda-mps-server <- generators of that place
+    supervisor -> keeper -> nvidia-cuda-mps-control -f -> nvidia-cuda-mps-server <- generators of a place
 
 There is one control daemon for each set of GPUs that has several engines, with a folder of sockets of its
 own, so nobody else on the host is touched; where a daemon is there already, it is used as it is. Clients
@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -153,7 +154,7 @@ def _ask(command: str, environment: Mapping[str, str], *, limit_s: float) -> str
 
 
 class MpsDaemon:
-    """A control daemon in the foreground, a child of this process, and its server."""
+    """A control daemon in the foreground, under a keeper (keeper.py), and its server."""
 
     def __init__(self, gpus: Sequence[str], log_dir: Path) -> None:
         """Nothing is started yet; what `start` makes, even in part, `close` removes."""
@@ -192,13 +193,13 @@ class MpsDaemon:
         with self._log.open("ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
-                [CONTROL, "-f"],
+                [sys.executable, "-m", "asyncrl.keeper", self._pipes, CONTROL, "-f"],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(die_with_parent, os.getpid()),
+                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
         self._await_server()
 

@@ -16,7 +16,7 @@ if sys.argv[1:] == ["-f"]:
     child = None
     while not last.exists():
         if wanted.exists() and child is None:
-            child = subprocess.Popen(["sleep", "1000"])
+            child = subprocess.Popen(["sleep", "1000"]{session})
             server.write_text(str(child.pid))
         time.sleep(0.01)
     print("told to quit", flush=True)
@@ -42,7 +42,12 @@ elif command[0] == "quit":
 
 
 def install(
-    folder: Path, *, first: str = "pass", each: str = "pass", status: str = "Active"
+    folder: Path,
+    *,
+    first: str = "pass",
+    each: str = "pass",
+    status: str = "Active",
+    session: str = "",
 ) -> None:
     """Write it to `folder`, which belongs on the PATH.
 
@@ -51,6 +56,7 @@ def install(
         first: a statement that the daemon begins with.
         each: a statement before the answer to each command, which is `command`, a list of words.
         status: of its server.
+        session: more arguments of the Popen that starts the server.
     """
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "nvidia-cuda-mps-control"
@@ -59,5 +65,6 @@ def install(
         .replace("{first}", first)
         .replace("{each}", each)
         .replace("{status}", status)
+        .replace("{session}", session)
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
