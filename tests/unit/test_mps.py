@@ -29,11 +29,11 @@ def _no_other_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for temporary files, with a short path, in which nothing is left."""
+    """A folder for temporary files, with a short path, in which no sockets are left."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
-        assert not list(Path(folder).iterdir())
+        assert not list(Path(folder).glob("asyncrl-mps-*"))
 
 
 @pytest.fixture
@@ -445,3 +445,67 @@ def test_a_process_gets_variables_of_its_own(tmp_path: Path) -> None:
     child.spawn(tmp_path, pin=False)
     assert child.wait(limit_s=30) == 0
     assert (tmp_path / "logs" / "c.log").read_text() == "0 b\n"
+
+
+SUPERVISE = """
+import sys
+from pathlib import Path
+from asyncrl import attempt
+from asyncrl.config import RunConfig
+from asyncrl.supervise import Supervisor
+config = RunConfig.model_validate_json(sys.argv[1])
+run_dir = Path(sys.argv[2])
+sys.exit(Supervisor(config, run_dir, attempt.begin(run_dir, config), say=print).run())
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, temp: Path) -> Callable[[], subprocess.Popen[str]]:
+    """Starts a supervisor of two engines on GPU 4, without a look at what is installed."""
+
+    def start() -> subprocess.Popen[str]:
+        (tmp_path / "run").mkdir()
+        config = {
+            "model": {"path": str(tmp_path / "no model")},
+            "task": {"kind": "repeat_letter"},
+            "engine": {"kind": "vllm", "engines_per_gpu": 2},
+        }
+        return subprocess.Popen(
+            [sys.executable, "-c", SUPERVISE, json.dumps(config), str(tmp_path / "run")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"TMPDIR": str(temp), "CUDA_VISIBLE_DEVICES": "4"},
+        )
+
+    return start
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_ends_while_its_daemon_starts_leaves_nothing(
+    program: Callable[..., None],
+    run: Callable[[], subprocess.Popen[str]],
+    tmp_path: Path,
+    number: signal.Signals,
+) -> None:
+    note = tmp_path / "pid"
+    program(first=f"Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(1000)")
+    with run() as process:
+        while not (note.exists() and note.read_text()) and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert not is_running(int(note.read_text()))
+
+
+def test_a_run_ends_its_daemon_and_has_it_on_record(
+    program: Callable[..., None], run: Callable[[], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """It fails, for there is no model, nor perhaps vLLM."""
+    program(first=f"Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))")
+    with run() as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["mps"] is True
+    assert not is_running(int((tmp_path / "pid").read_text()))
