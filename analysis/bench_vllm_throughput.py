@@ -122,6 +122,7 @@ class Bench:
             return {}
         daemon = MpsDaemon(gpus[:1], self._options.out)
         stack.callback(daemon.close)
+        daemon.start()
         return daemon.client_environment
 
     def _start_somehow(self, stack: ExitStack, job: Job, what: Row) -> list[EngineProcess]:

@@ -35,7 +35,7 @@ class Child:
     one finds what the first one compiled in vLLM's cache."""
 
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables of its own, over all others."""
+    """Variables of its own, over all others; looked up at each start."""
 
     incarnation: int = 0
     process: subprocess.Popen[bytes] | None = None

@@ -3,6 +3,7 @@
 | who               | asks the kernel for                                                          |
 |-------------------|------------------------------------------------------------------------------|
 | every child       | SIGKILL when its parent dies (PR_SET_PDEATHSIG), before its first instruction |
+| a keeper          | SIGTERM instead: it cleans up first (keeper.py)                              |
 | the supervisor    | to inherit what its children leave behind (PR_SET_CHILD_SUBREAPER)           |
 
 The second is for processes that a user's scorer started: their scoring process dies with its generator,
@@ -24,13 +25,13 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent(parent: int) -> None:
-    """Be killed when process `parent`, which started this one, ends, even by SIGKILL.
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Be killed when process `parent`, which started this one, ends, even by SIGKILL; or get `number`.
 
     Raises:
         AsyncRLError: it has ended already.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         raise AsyncRLError("the parent process ended while this one started")
 

@@ -97,7 +97,7 @@ class Supervisor:
         add_facts(
             self.run_dir,
             gpu_split=asdict(self._split) if self._split else None,
-            mps=any(environments),
+            mps=self._sharing.is_on,
         )
         token = self.run_dir / "token"
         write_private(token, self._token())
@@ -232,6 +232,8 @@ class Supervisor:
 
     def _check_children(self) -> None:
         """Restart what may be restarted; raise for the first failure that ends the run."""
+        if self._sharing is not None:
+            self._sharing.check()
         for child in self._children.values():
             if child.finished or child.process is None or (code := child.process.poll()) is None:
                 continue

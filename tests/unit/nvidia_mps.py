@@ -16,17 +16,19 @@ if sys.argv[1:] == ["-f"]:
     child = None
     while not last.exists():
         if wanted.exists() and child is None:
-            child = subprocess.Popen(["sleep", "1000"])
+            child = subprocess.Popen(["sleep", "1000"]{session})
             server.write_text(str(child.pid))
         time.sleep(0.01)
+    print("told to quit", flush=True)
     if child is not None:
         child.kill()
     control.unlink()
     sys.exit(0)
+command = sys.stdin.read().split()
+{each}
 if not control.exists():
     print("Cannot find MPS control daemon process")
     sys.exit(1)
-command = sys.stdin.read().split()
 if command[0] == "start_server":
     assert command[1:] == ["-uid", str(os.getuid())]
     wanted.touch()
@@ -39,19 +41,30 @@ elif command[0] == "quit":
 """
 
 
-def install(folder: Path, *, first: str = "pass", status: str = "Active") -> None:
+def install(
+    folder: Path,
+    *,
+    first: str = "pass",
+    each: str = "pass",
+    status: str = "Active",
+    session: str = "",
+) -> None:
     """Write it to `folder`, which belongs on the PATH.
 
     Args:
         folder: is made.
         first: a statement that the daemon begins with.
+        each: a statement before the answer to each command, which is `command`, a list of words.
         status: of its server.
+        session: more arguments of the Popen that starts the server.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     program = folder / "nvidia-cuda-mps-control"
     program.write_text(
         _PROGRAM.replace("{python}", sys.executable)
         .replace("{first}", first)
+        .replace("{each}", each)
         .replace("{status}", status)
+        .replace("{session}", session)
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)

@@ -1,6 +1,7 @@
 """Which processes a supervisor starts again: those whose failure need not repeat itself."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import pytest
 
 from asyncrl import attempt
 from asyncrl.child import Child
-from asyncrl.config import read_config
+from asyncrl.config import RunConfig, read_config
+from asyncrl.mps import PIPES, GpuSharing
 from asyncrl.supervise import Supervisor
+from tests.unit.nvidia_mps import install
 
 
 @pytest.fixture
@@ -57,6 +60,47 @@ def test_a_generator_that_had_joined_is_started_again(supervisor):
     supervisor._children["generator-0"].joined = True
     assert fails_with(supervisor, "RuntimeError")
     assert not fails_with(supervisor, "WeightMismatchError")
+
+
+def test_an_engine_whose_mps_daemon_is_gone_gets_its_gpu_by_the_hosts_name(
+    supervisor, tmp_path, monkeypatch
+):
+    """A client calls it 0; without a daemon that is another GPU, perhaps somebody else's."""
+    install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv(PIPES, raising=False)
+    config = RunConfig.model_validate(
+        {"model": {"path": "m"}, "task": {"kind": "repeat_letter"}}
+        | {"engine": {"kind": "vllm", "engines_per_gpu": 2}}
+    )
+    run_dir, child = supervisor.run_dir, supervisor._children["generator-0"]
+    sharing = supervisor._sharing = GpuSharing(config, ["4", "5"], run_dir / "logs", print)
+    child.gpus, child.environment = ["5"], sharing.environment(["5"])
+    daemon, _ = json.loads(Path(child.environment[PIPES], "control").read_text())
+    show = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(60)"
+    child.command = [sys.executable, "-c", show]
+    log = run_dir / "logs" / "generator-0.log"
+
+    def shown(num_lines):
+        deadline_s = time.monotonic() + 30
+        while not log.exists() or len(log.read_text().split()) < num_lines:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        return log.read_text().split()
+
+    child.spawn(run_dir, pin=False)
+    assert shown(1) == ["0"]
+    child.joined = True
+    os.kill(daemon, signal.SIGKILL)
+    while sharing._daemons["5",]._process.poll() is None:
+        time.sleep(0.01)
+    child.signal_session(signal.SIGKILL)
+    child.process.wait()
+    supervisor._check_children()
+    assert shown(2) == ["0", "5"]
+    child.signal_session(signal.SIGKILL)
+    child.process.wait()
+    sharing.close()
 
 
 def test_a_restart_is_on_record_with_its_cause_over_all_attempts(supervisor):
