@@ -3,9 +3,13 @@
 Invariant: what is loaded is W = W_base + scale * B A, computed anew from base weights that are never
 written (`weights/adapter.py`); nothing is ever added to the weights of the version before, so a
 thousandth version is as exact as the first. Every tensor of an offer is checked before.
+
+Modules of one shape are summed together, a 32nd of the weights at a time: 28 layers of seven modules
+take 250 calls instead of a thousand, and 3 % of the memory of weights and sums beside them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -51,17 +55,57 @@ class AdapterOffer:
         return {name: torch.zeros_like(like, device="cpu") for name, like in self._expected.items()}
 
 
-def merge(
-    base: Mapping[str, torch.Tensor], offer: AdapterOffer, offered: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of `base` by name: merged anew where it is adapted, else itself. One at a time."""
-    factors = {f"{module}.weight": adapter_names(module) for module in offer.modules}
-    for name, weight in base.items():
-        if name in factors:
-            name_a, name_b = factors[name]
-            yield name, merged_weight(weight, offered[name_a], offered[name_b], offer.scale)
-        else:
-            yield name, weight
+_NUM_PARTS = 32
+"""Of the adapted weights a 32nd, or one module, is summed at a time: the product takes 4 bytes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Adapted modules of one shape."""
+
+    names: list[str]
+    """Of their weights."""
+
+    names_a: list[str]
+    names_b: list[str]
+    weights: torch.Tensor
+    """[modules, out, in], as loaded; never written."""
+
+
+class MergeBase:
+    """A copy of the adapted weights as they were loaded, and the sums of it and an adapter."""
+
+    @torch.no_grad()
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], offer: AdapterOffer, device: torch.device
+    ) -> None:
+        """Copy those of `weights` that `offer` adapts to `device`."""
+        groups: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
+        for module in offer.modules:
+            weight = weights[f"{module}.weight"]
+            groups.setdefault((weight.shape, weight.dtype), []).append(module)
+        num_elements = sum(shape.numel() * len(group) for (shape, _), group in groups.items())
+        self._scale = offer.scale
+        self._parts = []
+        for (shape, _), group in groups.items():
+            size = max(1, num_elements // _NUM_PARTS // shape.numel())
+            for start in range(0, len(group), size):
+                modules = group[start : start + size]
+                names = [f"{module}.weight" for module in modules]
+                names_a, names_b = map(list, zip(*map(adapter_names, modules), strict=True))
+                stacked = torch.stack([weights[name] for name in names]).to(device)
+                self._parts.append(_Part(names, names_a, names_b, stacked))
+
+    def merged(self, offered: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapted weights by name, with an adapter that `AdapterOffer.check` has passed.
+
+        In the order of their shapes, and computed as they are asked for.
+        """
+        for part in self._parts:
+            a = torch.stack([offered[name] for name in part.names_a])
+            b = torch.stack([offered[name] for name in part.names_b])
+            merged = merged_weight(part.weights, a, b, self._scale)
+            yield from zip(part.names, merged.unbind(), strict=True)
 
 
 class Merger:
@@ -76,8 +120,7 @@ class Merger:
         self._own = state_of(model)
         linear = linear_modules(model, model.get_output_embeddings())
         self._offer = AdapterOffer(self._own, linear, lora)
-        names = [f"{module}.weight" for module in self._offer.modules]
-        self._base = {name: self._own[name].detach().clone() for name in names}
+        self._base = MergeBase(self._own, self._offer, model.device)
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -87,5 +130,5 @@ class Merger:
             WeightMismatchError: they do not fit; nothing was written.
         """
         offered = self._offer.check(tensors)
-        for name, merged in merge(self._base, self._offer, offered):
+        for name, merged in self._base.merged(offered):
             self._own[name].copy_(merged)

@@ -37,7 +37,7 @@ from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError
 from asyncrl.generator.hf_model import choose_device, choose_dtype
 from asyncrl.generator.memory import slot_rank
-from asyncrl.generator.merge import AdapterOffer, merge
+from asyncrl.generator.merge import AdapterOffer, MergeBase
 from asyncrl.generator.model_facts import ModelFacts
 from asyncrl.generator.offer import check_offer, collect
 from asyncrl.generator.vllm_lora_worker import EXTENSION
@@ -76,9 +76,7 @@ class PinnedVersions:
         """The model as loaded is `version`, as an adapter that changes nothing."""
         self._llm = llm
         self._offer = offer
-        self._settings = {
-            "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": offer.modules,
-        }  # fmt: skip
+        self._rank = lora.rank
         self._is_parallel = llm.vllm_config.parallel_config.world_size > 1
         self._num_made = 0
         self._registered: set[int] = set()
@@ -101,12 +99,13 @@ class PinnedVersions:
 
     def _register(self, version: int, offered: Mapping[str, torch.Tensor]) -> PinnedVersion:
         number = self._num_made + 1
+        factors = (self._rank, self._offer.scale)
         if self._is_parallel:
             with shared_file(offered) as file:
-                arguments = (number, *as_arguments(file), self._settings)
+                arguments = (number, *as_arguments(file), *factors)
                 self._llm.collective_rpc("put_adapter_from_file", args=arguments)
         else:
-            self._llm.collective_rpc("put_adapter", args=(number, offered, self._settings))
+            self._llm.collective_rpc("put_adapter", args=(number, offered, *factors))
         self._num_made = number
         self._registered.add(number)
         # Names are compared, and hashed into cached blocks; the path is never read.
@@ -136,7 +135,12 @@ class BaseWeights:
         self._offer = offer
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-            self._base = {name: value.detach().to(device) for name, value in named_weights(model)}
+            weights = {name: value.detach() for name, value in named_weights(model)}
+            self._names = list(weights)
+            self._base = MergeBase(weights, offer, device)
+            adapted = {f"{module}.weight" for module in offer.modules}
+            self._others = {n: v.to(device) for n, v in weights.items() if n not in adapted}
+            del model, weights  # on a CPU they are one copy too many
             self.merged(offer.zeros().items())  # a version needs room too: better found out now
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -153,7 +157,8 @@ class BaseWeights:
         Raises:
             WeightMismatchError: the adapter does not fit.
         """
-        return dict(merge(self._base, self._offer, self._offer.check(tensors)))
+        whole = self._others | dict(self._base.merged(self._offer.check(tensors)))
+        return {name: whole[name] for name in self._names}
 
 
 class LoraServing:

@@ -72,10 +72,12 @@ def adapter_state(
 def merged_weight(
     base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """W + scale * B A, [out, in], on the device and in the type of `base`: float32, cast once."""
-    merged = base.to(torch.float32, copy=True)
-    merged.addmm_(b.to(base.device, torch.float32), a.to(base.device, torch.float32), alpha=scale)
-    return merged.to(base.dtype)
+    """W + scale * B A, on the device and in the type of `base`: summed in float32, rounded once.
+
+    Shapes are [..., out, in], [..., rank, in] and [..., out, rank]: one module's, or those of several.
+    """
+    product = b.to(base.device, torch.float32) @ a.to(base.device, torch.float32)
+    return torch.add(base, product, alpha=scale, out=torch.empty_like(base))
 
 
 def _ends_with(name: str, end: str) -> bool:

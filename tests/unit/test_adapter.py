@@ -1,5 +1,7 @@
 """Names, shapes and the merge formula of adapters, against plain loops."""
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from torch import nn
 
 from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.generator.merge import AdapterOffer, merge
+from asyncrl.generator.merge import AdapterOffer, MergeBase
 from asyncrl.weights.adapter import adapted_modules, adapter_names, linear_modules, merged_weight
 
 
@@ -70,6 +72,14 @@ def test_a_merged_weight_is_the_sum_written_out(out, into, rank, scale, seed):
             assert float(found[i, j]) == pytest.approx(float(base[i, j]) + scale * terms, abs=1e-4)
 
 
+def test_several_modules_are_merged_as_each_by_itself():
+    draw = torch.Generator().manual_seed(0)
+    base, a, b = (torch.randn(shape, generator=draw) for shape in ((3, 5, 7), (3, 2, 7), (3, 5, 2)))
+    found = merged_weight(base, a, b, 0.3)
+    for i in range(3):
+        torch.testing.assert_close(found[i], base[i] + 0.3 * b[i] @ a[i])
+
+
 def test_a_merge_in_bfloat16_is_rounded_once():
     # bfloat16's step at 1 is 2^-7. The sum 1 + 2^-8 + 2^-17 lies above the middle and is rounded up;
     # B A = 2^-8 + 2^-17 rounded by itself is 2^-8, and 1 + 2^-8 would be rounded down, to even.
@@ -81,17 +91,39 @@ def test_a_merge_in_bfloat16_is_rounded_once():
     assert float(merged) == 1 + 2**-7
 
 
-def test_what_is_not_adapted_is_the_base_itself_and_the_base_is_never_written():
-    model = Model()
-    base = {name: value.clone() for name, value in model.state_dict().items()}
-    kept = {name: value.clone() for name, value in base.items()}
-    offer = AdapterOffer(base, ("up", "block.up"), LoraConfig(rank=2, alpha=6.0))
-    generator = torch.Generator().manual_seed(0)
-    offered = {n: torch.randn(v.shape, generator=generator) for n, v in offer.zeros().items()}
-    merged = dict(merge(base, offer, offered))
-    assert list(merged) == list(base)
-    a, b = (offered[name] for name in adapter_names("up"))
-    torch.testing.assert_close(merged["up.weight"], base["up.weight"] + 3.0 * b @ a)
-    assert not torch.equal(merged["block.up.weight"], base["block.up.weight"])
-    assert merged["head.weight"] is base["head.weight"]
-    assert all(torch.equal(base[name], value) for name, value in kept.items())
+@pytest.mark.parametrize("width", [4, 40])
+def test_every_adapted_weight_is_the_sum_of_its_own_base_and_adapter(width):
+    # Of 1,120 elements at width 4 (9,760 at 40) a 32nd are two (all ten) of the o; the others come
+    # one by one.
+    shapes = {"down": (4, 3 * width), "up": (3 * width, 4), "o": (4, 4), "q": (4, 4)}
+    draw = torch.Generator().manual_seed(width)
+    state = {
+        f"{layer}.{name}.weight": torch.randn(shape, generator=draw)
+        for layer in range(10)
+        for name, shape in shapes.items()
+    }
+    kept = {name: value.clone() for name, value in state.items()}
+    modules = [name.removesuffix(".weight") for name in state]
+    ends = ("down", "up", "o")
+    offer = AdapterOffer(state, modules, LoraConfig(rank=2, alpha=6.0, target_modules=ends))
+    base = MergeBase(state, offer, torch.device("cpu"))
+    for value in state.values():
+        value.zero_()  # it is a copy
+    for seed in (0, 1, 0):
+        draw = torch.Generator().manual_seed(seed)
+        offered = {n: torch.randn(v.shape, generator=draw) for n, v in offer.zeros().items()}
+        merged = dict(base.merged(offered))
+        assert merged.keys() == {name for name in state if name.split(".")[1] in ends}
+        for name, weight in merged.items():
+            a, b = (offered[n] for n in adapter_names(name.removesuffix(".weight")))
+            torch.testing.assert_close(weight, kept[name] + 3.0 * b @ a)
+
+
+def test_sums_are_made_of_a_small_part_of_the_weights_at_a_time():
+    state = {f"{i}.up.weight": torch.zeros(4, 2) for i in range(100)}
+    modules = [name.removesuffix(".weight") for name in state]
+    offer = AdapterOffer(state, modules, LoraConfig(rank=1))
+    merged = dict(MergeBase(state, offer, torch.device("cpu")).merged(offer.zeros()))
+    together = Counter(weight.untyped_storage().data_ptr() for weight in merged.values())
+    # 800 elements in all, so at most 25 at a time: three modules of 8. 33 * 3 + 1 = 100.
+    assert sorted(together.values()) == [1] + [3] * 33

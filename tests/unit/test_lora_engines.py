@@ -178,6 +178,14 @@ def test_adopted_tensors_are_left_alone_and_may_be_overwritten(engine, versions,
     np.testing.assert_allclose(engine.score(tokens), scored(2, tokens), atol=ATOL)
 
 
+def test_the_order_of_the_tensors_does_not_matter(engine, versions, scored):
+    tokens = prompt(60, seed=4)
+    for version in (2, 3):
+        items = list(versions[version].items())
+        engine.adopt(version, items[3:] + items[2::-1])
+        np.testing.assert_allclose(engine.score(tokens), scored(version, tokens), atol=ATOL)
+
+
 def drop(state):
     del state[NAME]
 
@@ -255,6 +263,45 @@ def test_a_long_completion_keeps_its_version_while_many_others_come_and_go(
     pinned.adopt(7, versions[7].items())
     # What was the newest until now is dropped by the next adoption.
     assert len(registered(pinned)) <= 2
+
+
+def in_worker(engine, method, *arguments):
+    [result] = engine._core.llm.collective_rpc(method, args=arguments)
+    return result
+
+
+def adapter_tensors(worker):
+    """Those of the newest adapter that vLLM holds."""
+    *_, adapter = worker.model_runner.lora_manager._adapter_manager.list_adapters().values()
+    found = []
+    for lora in adapter.loras.values():
+        for factor in (lora.lora_a, lora.lora_b):
+            found += factor if isinstance(factor, list) else [factor]
+    return found
+
+
+def test_an_adapter_is_one_copy_in_one_piece_of_memory(pinned, versions):
+    offered = versions[3]
+    pinned.adopt(3, offered.items())
+    held = in_worker(pinned, adapter_tensors)
+    # Two layers of seven linear modules, A and B of each.
+    assert len(held) == len(offered) == 28
+    [memory] = {tensor.untyped_storage().data_ptr() for tensor in held}
+    assert memory not in {tensor.untyped_storage().data_ptr() for tensor in offered.values()}
+    assert sum(tensor.numel() for tensor in held) == sum(v.numel() for v in offered.values())
+
+
+def test_an_adapter_of_a_module_that_vllm_does_not_have_is_not_registered(pinned, versions, scored):
+    pinned.adopt(2, versions[2].items())
+    before = registered(pinned)
+    odd = {name.replace("k_proj", "x_proj"): values for name, values in versions[3].items()}
+    with pytest.raises(WeightMismatchError, match=r"layers\.0\.self_attn\.x_proj' and 1 other"):
+        in_worker(pinned, "put_adapter", 10**6, odd, RANK, ALPHA / RANK)
+    assert registered(pinned) == before
+    tokens = prompt(60, seed=4)
+    np.testing.assert_allclose(pinned.score(tokens), scored(2, tokens), atol=ATOL)
+    pinned.adopt(4, versions[4].items())
+    np.testing.assert_allclose(pinned.score(tokens), scored(4, tokens), atol=ATOL)
 
 
 def sampled_versions(engine, before):
