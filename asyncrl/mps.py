@@ -7,9 +7,9 @@ the GPU's only context: engines of 1.4B parameters sample 1.2 to 1.4 times as mu
 
 There is one control daemon for each set of GPUs that has several engines, with a folder of sockets of its
 own, so nobody else on the host is touched; where a daemon is there already, it is used as it is. Clients
-count the GPUs of their daemon from 0. The learner is no client: a fault on the GPU ends all engines of
-the place (the supervisor starts them again, and the server waits until all have gone), but not it. If a
-daemon ends before its run, engines that start later are no clients, and know their GPUs as the host does.
+count the GPUs of their daemon from 0. The learner is no client: a fault on the GPU that is not contained
+ends all engines of the place (the supervisor starts them again), but not it. If a daemon ends before its
+run, engines that start later are no clients, and know their GPUs as the host does.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Two vLLM engines and a learner on one GPU, the engines clients of a Multi-Process Service.
 
 What the processes of a service can do to each other: one is killed in the middle of a step; another one,
-which is no engine, faults on the GPU, which ends every client. The run goes on from both.
+which is no engine, faults on the GPU, which may end every client or itself alone (seen on
+an H200). The run goes on from both.
 """
 
 import importlib.util
@@ -21,6 +22,7 @@ from tests.process.runs import command_of, descendants, finish, records, start_r
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
+    pytest.mark.timeout(500),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
     pytest.mark.skipif(not Path("models/smollm2-135m").exists(), reason="no model; make model"),
@@ -78,9 +80,8 @@ def test_a_run_outlives_a_killed_engine_and_a_fault_on_the_gpu(tmp_path: Path) -
         [sys.executable, "-c", FAULT], env=environment, capture_output=True, text=True, check=False
     )
     assert "CUDA error" in rogue.stderr
-    wait_for(lambda: {"generator-0", "generator-1"} <= set(restarted()[1:]), process)
     at = num_steps()
-    wait_for(lambda: num_steps() > at + 5 and len(engines()) == 2, process, timeout_s=120)
+    wait_for(lambda: num_steps() > at + 50 and len(engines()) == 2, process, timeout_s=200)
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     print(output)

@@ -25,6 +25,7 @@ NUM_PROMPTS, GROUP_SIZE, TOKENS = 8, 8, 96
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
+    pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
     pytest.mark.skipif(not MODEL.exists(), reason=f"no model in {MODEL}; make model"),
