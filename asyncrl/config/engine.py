@@ -66,8 +66,8 @@ class VllmEngineConfig(EngineSection):
 
     mps: Literal["auto", "on", "off"] = "auto"
     """NVIDIA's Multi-Process Service for the engines of a GPU, started and ended by `asyncrl run`: their
-    kernels overlap, and a fault on the GPU may restart all of them. auto: if engines_per_gpu is above 1 and
-    it can be started; on: always, or else the run is refused."""
+    kernels overlap, and a fault on the GPU may restart all of them. auto: if engines_per_gpu is above 1
+    and it can be started; on: always, or else the run is refused."""
 
     gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
     """Share of the GPU's memory for weights and KV caches of all its engines; lower it when a learner
