@@ -19,7 +19,8 @@ and weights adopted between two steps as soon as they are staged.
 | notice_ms, first_token_ms | until the loop asks; from the end of `Engine.adopt` to new tokens      |
 | snapshot_ms               | of `Snapshotter.take`                                                  |
 
-Tokens a second with publications are compared with those of the same engine without any.
+Tokens a second with publications are compared with those of the same engine without any; `step_ms_with`
+(steps between the adoptions) tells a slower host from what publications cost.
 """
 
 import argparse
@@ -238,6 +239,8 @@ class Bench:
         result: Row = {
             "num_publications": len(rows),
             "step_ms": plain["step_ms"],
+            "step_ms_with": published["step_ms"],
+            "step_ms_after": again["step_ms"],
             "tokens_per_s_without": [plain["tokens_per_s"], again["tokens_per_s"]],
             "tokens_per_s_with": published["tokens_per_s"],
             "lost_ms_each": 1e3 * lost_s / len(rows),
