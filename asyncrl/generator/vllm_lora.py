@@ -2,7 +2,7 @@
 
 Pinned: every adoption registers one more adapter, in memory, under an id and a name that are never used
 again. A completion is bound to the newest one when vLLM gets it and keeps it to its last token, so it
-has exactly one version; nothing pauses, no cache is reset, and cached blocks are keyed by adoption.
+has exactly one version; no request is paused, no cache is reset, and cached blocks are keyed by adoption.
 
 | when    | what                                                                                  |
 |---------|---------------------------------------------------------------------------------------|

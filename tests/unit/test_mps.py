@@ -353,8 +353,13 @@ def test_an_interrupt_while_a_daemon_starts_leaves_nothing(
         first=f"Path({str(note)!r}).write_text(str(os.getpid())); os.kill({os.getpid()}, signal.SIGINT)"
     )
     of = sharing()
-    with pytest.raises(KeyboardInterrupt):
-        of.environment(["4"])
+    # A shell's background jobs have SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            of.environment(["4"])
+    finally:
+        signal.signal(signal.SIGINT, before)
     of.close()
     assert not is_running(int(note.read_text()))
 
