@@ -33,7 +33,7 @@ def test_the_default_at_k_4_ends_where_k_0_ends_and_the_uncorrected_arm_rings(
     model: Path, tmp_path: Path
 ) -> None:
     # F012, at the size of a CPU: 100 updates, a learning rate at which k = 0 is stable.
-    common = ("pipeline.num_steps=100", "pipeline.group_size=8", "optimizer.learning_rate=3e-3")
+    common = ("pipeline.num_steps=100", "pipeline.group_size=8", "optimizer.learning_rate=2e-3")
     synchronous = train(tmp_path, model, "k0", *common, "pipeline.max_staleness=0")
     default = train(tmp_path, model, "k4", *common, *STALE)
     uncorrected = train(

@@ -4,7 +4,7 @@ import stat
 import sys
 from pathlib import Path
 
-_PROGRAM = """#!{python}
+_PROGRAM = """#!{python} -IS
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent"))
