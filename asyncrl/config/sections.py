@@ -37,7 +37,7 @@ class LoraConfig(Section):
 
     serving: Literal["pinned", "merged"] = "pinned"
     """pinned (vllm): every version is an adapter of its own, completions end under the version that
-    they began with. merged: it is added to the engine's weights; faster, but two copies more."""
+    they began with. merged: added to the engine's weights; faster, with two more copies of these."""
 
 
 class PipelineConfig(Section):

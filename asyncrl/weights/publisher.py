@@ -81,9 +81,7 @@ class Publisher:
         self._on_published = on_published
         self._chunk_bytes = chunk_bytes
         self._shm_dir = shm_dir
-        self._device_digester: DeviceDigester | None = None
-        if transport == "shm" and device is not None:
-            self._device_digester = DeviceDigester(device)
+        self._device_digester = None if device is None else DeviceDigester(device)
         self._num_files = 0
         self._newest_version = -1
         self._served: dict[int, HostBuffer] = {}
@@ -193,7 +191,7 @@ class Publisher:
         )
 
     def _digest(self, memory: memoryview, kind: DigestKind) -> tuple[bytes, ...]:
-        if self._device_digester is not None:
+        if kind == "folded" and self._device_digester is not None:
             return self._device_digester.digest_chunks(memory, self._chunk_bytes)
         return digest_chunks(memory, self._chunk_bytes, kind)
 
