@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from analysis.engine_process import graphs_up_to
 from analysis.random_models import SHAPES, make_model, random_weights
 from asyncrl.config import VllmEngineConfig
 from asyncrl.generator.engine import SampleRequest
@@ -95,9 +96,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8.0, help="of decoding without any, twice")
     parser.add_argument("--staging", nargs="+", choices=["gpu", "host"], default=["gpu", "host"])
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--learner-device", default="cuda:0")
     parser.add_argument("--gpu-memory", type=float, default=0.5)
-    parser.add_argument("--graphs", type=int, default=0, help="max_cudagraph_capture_size")
+    parser.add_argument("--graphs", type=int, default=0, help="largest batch that is captured")
     parser.add_argument(
         "--switch-ms", type=float, default=5.0, help="sys.setswitchinterval, if nothing is staged"
     )
@@ -156,10 +158,9 @@ def measure_all(options: argparse.Namespace, path: str, pipe: Connection) -> Ite
         max_completion_tokens=options.tokens,
         gpu_memory_utilization=options.gpu_memory,
         quantization=options.quantization,
+        tensor_parallel_size=options.tensor_parallel,
     )
-    more: Row = {"load_format": "dummy"}
-    if options.graphs:
-        more["max_cudagraph_capture_size"] = options.graphs
+    more: Row = {"load_format": "dummy", **graphs_up_to(options.graphs)}
     engine = VllmEngine(path, config, more_arguments=more)
     assert pipe.recv() == "ready"
     for staging in options.staging:
@@ -320,7 +321,7 @@ class Bench:
             return
         facts |= {"delivered_s": self._delivered_s, "num_delivered": self._num_delivered}
         began_s = time.monotonic()
-        self._engine.adopt(staged.version, staged.tensors())
+        self._engine.adopt(staged.version, staged.tensors(), file=staged.file)
         facts |= {
             "adopted": True,
             "staged_s": staged.end_s,

@@ -39,6 +39,7 @@ import torch
 from safetensors.torch import save_file
 
 from analysis.bench_adoption import RUN_ID, Bench, Row, publish_on_demand
+from analysis.engine_process import graphs_up_to
 from analysis.random_models import SHAPES, make_model, random_weights
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.generator.engines import prepare_vllm
@@ -88,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8.0, help="of decoding without any, twice")
     parser.add_argument("--learner-device", default="cuda:0")
     parser.add_argument("--gpu-memory", type=float, default=0.5)
-    parser.add_argument("--graphs", type=int, default=0, help="max_cudagraph_capture_size")
+    parser.add_argument("--graphs", type=int, default=0, help="largest batch that is captured")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--limit-s", type=float, default=170.0, help="of one case")
     parser.add_argument(
@@ -190,7 +191,7 @@ def measure(
         config,
         lora=lora_of(options, options.case),
         max_staleness=options.max_staleness,
-        more_arguments=arguments_of(options),
+        more_arguments={"load_format": "dummy"} | graphs_up_to(options.graphs),
     )
     note({"start_s": time.monotonic() - began_s})
     on_gpu = engine.device.type == "cuda"
@@ -201,14 +202,6 @@ def measure(
     note({"any_gap_ms_p95": bench.any_gap_ms(0.95) - found["step_ms"]})
     subscriber.close()
     engine.close()
-
-
-def arguments_of(options: argparse.Namespace) -> Row:
-    """EngineArgs for a model without files."""
-    more: Row = {"load_format": "dummy"}
-    if options.graphs:
-        more["max_cudagraph_capture_size"] = options.graphs
-    return more
 
 
 class LoraBench(Bench):

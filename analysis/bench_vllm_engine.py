@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from analysis.engine_process import graphs_up_to
 from analysis.plain_vllm import GROUP_SIZE, drain_plain, prompts, start_plain
 from analysis.random_models import SHAPES, make_model, random_weights
 from asyncrl.config import VllmEngineConfig
@@ -80,7 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--every", type=int, default=20, help="steps between two adoptions")
     parser.add_argument("--sources", nargs="+", default=["host", "pinned", "device"])
-    parser.add_argument("--graphs", type=int, default=0, help="max_cudagraph_capture_size")
+    parser.add_argument("--graphs", type=int, default=0, help="largest batch that is captured")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--profile", action="store_true", help="host profile of the largest N")
     parser.add_argument("--limit-s", type=float, default=240.0, help="of one case")
@@ -125,9 +126,7 @@ def run_case(options: argparse.Namespace) -> None:
         written = options.out / f"{shape}-{case}.json"
         written.write_text(json.dumps({"start_s": start_s, "rows": rows}) + "\n")
 
-    more: Row = {"load_format": "dummy"}
-    if options.graphs:
-        more["max_cudagraph_capture_size"] = options.graphs
+    more: Row = {"load_format": "dummy", **graphs_up_to(options.graphs)}
     config = VllmEngineConfig(
         max_concurrent_completions=max(options.num),
         max_prompt_tokens=options.prompt_tokens,

@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import VllmEngineConfig
+from asyncrl.generator.memory import GRAPH_SIZES, graph_sizes
 
 Row = dict[str, Any]
 
-GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""The batch sizes that vLLM captures by itself."""
+VLLM_LARGEST_GRAPH = 512
+"""Of those that vLLM captures by itself."""
 
 VARIANTS: dict[str, tuple[Row, Row]] = {
     "base": ({}, {}),
@@ -40,9 +41,9 @@ VARIANTS: dict[str, tuple[Row, Row]] = {
     "sync": ({}, {"async_scheduling": False}),
     "prefill2k": ({}, {"max_num_batched_tokens": 2048}),
     "prefill16k": ({}, {"max_num_batched_tokens": 16384}),
-    "graphs1024": ({}, {}),
+    "graphs512": ({}, {}),
 }
-"""Changes of `engine.*`, and of vLLM's arguments. graphs1024 captures batches up to 1,024, not 512."""
+"""Changes of `engine.*`, and of vLLM's arguments. graphs512: no larger batches, as vLLM by itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,7 @@ def _start(job: Job) -> Callable[..., Any]:
     )
     more = {"load_format": "dummy", **more}
     if not job.eager:
-        graphs = graph_sizes(job)
+        graphs = captured(job, config)
         more |= {"cudagraph_capture_sizes": graphs, "max_cudagraph_capture_size": graphs[-1]}
     options = argparse.Namespace(prompt_tokens=job.prompt_tokens)
     if job.kind == "plain":
@@ -170,13 +171,21 @@ def _start(job: Job) -> Callable[..., Any]:
     return partial(drain, engine, options=options)
 
 
-def graph_sizes(job: Job) -> list[int]:
-    """Of vLLM's own list, those that the batches to come are padded to: the others only take time."""
-    sizes = GRAPH_SIZES
-    if job.variant == "graphs1024":
-        sizes = (*GRAPH_SIZES, *range(528, 1025, 16))
+def captured(job: Job, config: VllmEngineConfig) -> list[int]:
+    """The largest of an engine's sizes, and those that the batches to come are padded to."""
+    sizes = graph_sizes(config, job.prompt_tokens + job.tokens)
+    if job.kind == "plain" or job.variant == "graphs512":
+        sizes = [size for size in sizes if size <= VLLM_LARGEST_GRAPH]
     padded = {min((s for s in sizes if s >= num), default=sizes[-1]) for num in job.batches}
     return sorted(padded | {sizes[-1]})
+
+
+def graphs_up_to(limit: int) -> Row:
+    """EngineArgs with which no larger batch is captured; 0: as the engine does by itself."""
+    sizes = [size for size in GRAPH_SIZES if size <= limit]
+    return (
+        {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]} if sizes else {}
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ for step in "${@:2}"; do
       cp /tmp/throughput/vllm_throughput.json "$out/vllm_throughput_h200.json"
       tar czf "$out/throughput_logs.tgz" -C /tmp/throughput --exclude models . ;;
     variants) timeout 590 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --num 1024 \
-      --variants base sync prefill2k graphs1024 fp8 --total-s 560 --out /tmp/variants
+      --variants base sync prefill2k graphs512 fp8 --total-s 560 --out /tmp/variants
       cp /tmp/variants/vllm_throughput.json "$out/vllm_variants_h200.json"
       tar czf "$out/variants_logs.tgz" -C /tmp/variants --exclude models . ;;
     probe) for shape in 1.4b 135m; do

@@ -18,7 +18,7 @@ prefill_tokens, S sequences, h = hidden size, w = rows of the widest matrix but 
 | activations | T * b * (4h + 4w/t) + (S + R) * vocabulary * LOGIT, R = tokens of a scored sequence:   |
 |             | residual, input, norm, output; two halves of an MLP, their product, its fp8 copy;      |
 |             | logits in b and, in sampling, up to three times in float32                             |
-| graphs      | 2 kinds * GRAPHS sizes * layers * GRAPH_LAYER (nothing if enforce_eager)               |
+| graphs      | 2 kinds * sizes (`graph_sizes`) * layers * GRAPH_LAYER (nothing if enforce_eager)      |
 | PROCESS     | CUDA context, libraries' workspaces, fragments                                         |
 
 The constants were chosen without a GPU at hand; the price of too much is a smaller cache.
@@ -39,13 +39,19 @@ log = logging.getLogger(__name__)
 PREFILL_TOKENS = 8192
 """Prompt tokens of one step of an engine that shares its GPU, about; one alone has twice as many."""
 
-LARGEST_GRAPH = 512
-"""vLLM's own limit: larger batches run without a graph."""
+LARGEST_GRAPH = 2048
+"""Larger batches run without one: they keep a GPU busy for longer than launching them takes the host."""
+
+PREFILL_GRAPH = 512
+"""Prompt tokens beside all completions that still run in a graph: a step starts few groups."""
+
+GRAPH_SIZES = (
+    1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1024, 32),
+    *range(1024, LARGEST_GRAPH + 1, 64),
+)  # fmt: skip
+"""Batches are padded to one of these. vLLM's own end at 512 or at twice the sequences."""
 
 LOGIT = 16
-GRAPHS = 51
-"""Batch sizes that vLLM captures: 1, 2, 4, by eights to 256, by sixteens to 512."""
-
 GRAPH_LAYER = 384 * 2**10
 PROCESS = 3 * 2**29
 NO_LORA = LoraConfig()
@@ -94,14 +100,15 @@ def divide(
             "engine.engines_per_gpu='auto' is settled by `asyncrl run`; a generator that is started "
             "alone needs the number (`asyncrl probe` prints it)"
         )
+    context = _context(config, model)
+    sizes = [] if config.enforce_eager else graph_sizes(config, context)
     split = Split(
         share=int(config.gpu_memory_utilization * total_bytes / engines),
         weights=weight_bytes(config, model, dtype),
         staging=staging_bytes(config, model, dtype, lora, max_staleness),
         activations=activation_bytes(config, model, dtype),
-        graphs=0 if config.enforce_eager else 2 * GRAPHS * model.num_layers * GRAPH_LAYER,
+        graphs=2 * len(sizes) * model.num_layers * GRAPH_LAYER,
     )
-    context = _context(config, model)
     one = context * cache_bytes_per_token(config, model, dtype)
     if split.cache < one:
         raise ConfigError(_too_small(config, split, one, context, total_bytes))
@@ -203,10 +210,20 @@ def prefill_tokens(config: VllmEngineConfig, context: int) -> int:
     return sequences * max(1, min(budget // sequences, context))
 
 
-def largest_graph(config: VllmEngineConfig, context: int) -> int:
-    """Of the batches of which CUDA graphs are captured: they are cut over the sequences likewise."""
+def graph_sizes(config: VllmEngineConfig, context: int) -> list[int]:
+    """Batches, in tokens, of which CUDA graphs are captured: every completion's token and some prefill.
+
+    vLLM's own choice leaves out most steps in which a group starts, and all of more than 512
+    completions; their launches take the host longer than they take the GPU. Sizes are left out that
+    its trial batches, cut over the sequences as in `prefill_tokens`, would give a part too long.
+    """
     sequences = config.max_concurrent_completions + 1
-    return min(LARGEST_GRAPH, 2 * sequences, sequences + context - 1)
+    limit = min(sequences + PREFILL_GRAPH, prefill_tokens(config, context))
+    return [
+        size
+        for size in GRAPH_SIZES
+        if size <= limit and (size < sequences or size // sequences + size % sequences <= context)
+    ]
 
 
 def cache_bytes_per_token(config: VllmEngineConfig, model: ModelFacts, dtype: torch.dtype) -> int:

@@ -40,7 +40,7 @@ from asyncrl.generator.engine_workers import EngineWorkers
 from asyncrl.generator.hf_model import choose_device, choose_dtype
 from asyncrl.generator.memory import (
     NO_LORA,
-    largest_graph,
+    graph_sizes,
     prefill_tokens,
     shared_gpu_arguments,
 )
@@ -121,7 +121,8 @@ def engine_arguments(
         }
         return arguments
     arguments["max_num_batched_tokens"] = prefill_tokens(config, context)
-    arguments["max_cudagraph_capture_size"] = largest_graph(config, context)
+    graphs = graph_sizes(config, context)
+    arguments |= {"cudagraph_capture_sizes": graphs, "max_cudagraph_capture_size": graphs[-1]}
     if config.engines_per_gpu != 1:
         total_bytes = current_platform.get_device_total_memory()
         arguments |= shared_gpu_arguments(

@@ -12,7 +12,7 @@ from asyncrl.generator.memory import (
     PROCESS,
     cache_bytes_per_token,
     divide,
-    largest_graph,
+    graph_sizes,
     prefill_tokens,
     staging_bytes,
     weight_bytes,
@@ -60,13 +60,26 @@ def test_no_part_of_vllms_trial_batches_is_longer_than_the_context(
     )  # fmt: skip
     sequences, context = completions + 1, prompt + answer
     tokens = prefill_tokens(config, context)
-    batches = [tokens, *range(sequences, largest_graph(config, context) + 1)]
+    graphs = graph_sizes(config, context)
+    batches = [tokens, *(size for size in graphs if size >= sequences)]
     # vLLM gives every sequence as many, and the last one the rest as well.
     assert all(batch // sequences + batch % sequences <= context for batch in batches)
     budget = 16_384 if engines == 1 else 8192
     # As many as vLLM would take, but for a part of one token for each sequence, and none too many.
     assert min(budget - sequences, sequences * context) <= tokens <= max(budget, sequences)
-    assert largest_graph(config, context) <= 512
+    assert graphs[0] == 1
+    assert graphs[-1] <= min(2048, sequences + 512, tokens)
+
+
+def test_steps_that_decode_all_and_prefill_a_group_are_in_a_graph() -> None:
+    # 128 completions, a scored one, and a group of 8: 64 prompt tokens and 7 times a block of 16.
+    config = engine(max_concurrent_completions=128, max_prompt_tokens=64, max_completion_tokens=128)
+    sizes = graph_sizes(config, 192)
+    assert sizes[-1] == 640  # 129 + 512 = 641
+    assert next(size for size in sizes if size >= 129 + 176) == 320
+    thousand = engine(max_concurrent_completions=1024, max_prompt_tokens=1000)
+    assert next(size for size in graph_sizes(thousand, 1020) if size >= 1025) == 1088
+    assert graph_sizes(thousand, 1020)[-1] == 1536
 
 
 def test_the_share_of_an_engine_is_weights_twice_activations_graphs_process_and_cache() -> None:
@@ -77,9 +90,10 @@ def test_the_share_of_an_engine_is_weights_twice_activations_graphs_process_and_
     # A step has at most 65 sequences of 100 + 20 tokens, 7,800 < 8,192: 7,800 * 2 bytes *
     # (4 * 64 + 4 * 256) = 19,968,000; and logits of 65 and of a scored one: 185 * 1000 * 16 = 2,960,000.
     assert found.activations == 22_928_000
-    assert found.graphs == 40_108_032  # 2 kinds * 51 sizes * 1 layer * 393,216
-    # 2,147,483,648 - 2 * 193,664 - 22,928,000 - 40,108,032 - 1,610,612,736
-    assert found.cache == 473_447_552
+    # 2 kinds * 53 sizes (3 + 31 + 16, and 512, 544, 576 <= 65 + 512) * 1 layer * 393,216
+    assert found.graphs == 41_680_896
+    # 2,147,483,648 - 2 * 193,664 - 22,928,000 - 41,680,896 - 1,610,612,736
+    assert found.cache == 471_874_688
 
 
 def test_eager_engines_have_no_graphs() -> None:
@@ -149,7 +163,7 @@ def test_what_does_not_fit_is_told_in_figures_with_the_keys_to_change() -> None:
 
 def test_the_last_byte_decides() -> None:
     """A completion of 120 tokens needs 120 * 128 * 2 = 30,720 bytes of cache."""
-    needed = 387_328 + 22_928_000 + 40_108_032 + PROCESS + 30_720
+    needed = 387_328 + 22_928_000 + 41_680_896 + PROCESS + 30_720
     exact = engine(gpu_memory_utilization=1.0, engines_per_gpu=1)
     assert divide(exact, model(), BF16, total_bytes=needed).cache == 30_720
     with pytest.raises(ConfigError, match=r"lower engine\.engines_per_gpu$"):
