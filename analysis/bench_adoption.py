@@ -49,7 +49,6 @@ from asyncrl.telemetry.provenance import provenance
 from asyncrl.weights.buffers import MAX_BUFFERS, remove_leftovers
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import Snapshotter
-from asyncrl.weights.staging import DeviceStaging
 from asyncrl.weights.subscriber import Subscriber
 from asyncrl.wire.messages import Announcement
 
@@ -164,11 +163,10 @@ def measure_all(options: argparse.Namespace, path: str, pipe: Connection) -> Ite
     engine = VllmEngine(path, config, more_arguments=more)
     assert pipe.recv() == "ready"
     for staging in options.staging:
-        if staging == "gpu" and engine.device.type != "cuda":
+        way = engine.staging() if staging == "gpu" else None
+        if staging == "gpu" and way is None:
             continue
-        subscriber = Subscriber(
-            RUN_ID, staging=DeviceStaging(engine.device) if staging == "gpu" else None
-        )
+        subscriber = Subscriber(RUN_ID, staging=way)
         for num in options.num:
             bench = Bench(options, engine, subscriber, pipe, num)
             yield {"staging": staging, "num": num} | bench.run()

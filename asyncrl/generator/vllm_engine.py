@@ -46,6 +46,7 @@ from asyncrl.generator.vllm_lora import LoraServing
 from asyncrl.generator.vllm_rows import Row, completion_seed
 from asyncrl.types import FinishReason
 from asyncrl.weights.shared_file import SharedFile
+from asyncrl.weights.staging import Staging, staging_on
 
 
 class VllmEngine:
@@ -100,10 +101,11 @@ class VllmEngine:
         """Version of the weights that the next step samples under."""
         return self._version
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is; the CPU if it is cut over several workers."""
-        return self._core.device
+    def staging(self) -> Staging | None:
+        """The way to the GPU, or to those of all workers; these take adapters from host memory."""
+        if self._core.device.type == "cuda":
+            return staging_on(self._core.device)
+        return None if self._serving.adapts else self._core.sharded_staging()
 
     @property
     def precision(self) -> Precision:

@@ -29,7 +29,7 @@ _LASTING = (
 )  # fmt: skip
 """Of CUDA errors: those that another try does not change."""
 
-_CUDA = ("CUDA error", "MPS server", "MPS client")
+_CUDA = ("CUDA error", "Triton Error [CUDA]", "MPS server", "MPS client")
 """Words of a failed call of CUDA; the last two while a Multi-Process Service recovers from a fault."""
 
 _DISTURBED = "Error in memory profiling"
@@ -50,17 +50,24 @@ def _one_line(error: Exception) -> str:
     return re.sub(r"^\d+ validation errors? for \w+ Value error, | \[type=.*$", "", cause)
 
 
-def start_failure(path: str, error: Exception) -> ConfigError | DeviceError:
-    """Our error for whatever vLLM raised: the cause in a sentence, and the key that changes it."""
+def start_failure(path: str, error: Exception, *, num_gpus: int = 1) -> ConfigError | DeviceError:
+    """Our error for whatever vLLM raised: the cause in a sentence, and the key that changes it.
+
+    `num_gpus` is how many the engine was to be cut over.
+    """
     cause = _one_line(error)
     if len(cause) > _MAX_CAUSE_LENGTH:
         cause = cause[:_MAX_CAUSE_LENGTH] + " ..."
     if is_device_fault(error):
-        advice = (
-            "start one after another what shares the GPU"
-            if _DISTURBED in cause
-            else "engine.enforce_eager=true goes without CUDA graphs"
-        )
+        if _DISTURBED in cause:
+            advice = "start one after another what shares the GPU"
+        elif num_gpus > 1:
+            advice = (
+                "if it does, this host may not share GPU memory between processes: "
+                "engine.custom_all_reduce=false goes without"
+            )
+        else:
+            advice = "engine.enforce_eager=true goes without CUDA graphs"
         return DeviceError(
             f"vLLM failed on the GPU while it started: {cause} (that need not happen again; {advice})"
         )

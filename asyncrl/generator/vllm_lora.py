@@ -217,6 +217,11 @@ class LoraServing:
             self._base = BaseWeights(self._path, self._dtype, self._offer, device)
 
     @property
+    def adapts(self) -> bool:
+        """Whether what is offered is an adapter."""
+        return self._offer is not None
+
+    @property
     def merges(self) -> bool:
         """Whether what is loaded is computed from what is offered."""
         return self._base is not None

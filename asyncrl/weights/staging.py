@@ -11,6 +11,7 @@ subscriber stages a version only after the one before was released.
 """
 
 import logging
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,26 @@ from asyncrl.weights.pinning import Pins
 log = logging.getLogger(__name__)
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+class Staging(Protocol):
+    """A way for versions to the devices of an engine, beside its decode; used from one thread."""
+
+    def upload(
+        self, fetched: Fetched, *, is_verified: bool
+    ) -> list[tuple[str, torch.Tensor]] | None:
+        """Bring a version there; what `Engine.adopt` is given of it, until the next call.
+
+        None if there is no room: the weights are then adopted from host memory.
+
+        Raises:
+            WeightMismatchError: not `is_verified`, and a chunk does not have its digest.
+        """
+
+
+def staging_on(device: torch.device) -> Staging | None:
+    """Of an engine that computes on one device; None if that reads host memory anyway."""
+    return DeviceStaging(device) if device.type == "cuda" else None
 
 
 class DeviceStaging:

@@ -4,8 +4,9 @@ Invariant: what `ready` returns is complete and every byte matches the announced
 then, and after any error, the generator keeps the weights it has. One thread fetches one version
 at a time; of the announcements given meanwhile only the newest is fetched next. A version that
 its publisher has retired is not an error: a newer announcement is on its way (`num_superseded`
-counts them). With a `DeviceStaging` the version is copied to the generator's GPU as well, by the same
-thread; its views lie there. While it works, the interpreter changes hands sooner (switching.py).
+counts them). With a `Staging` the version is copied to the engine's GPUs as well, by the
+same thread; what is handed out lies there. While it works, the interpreter changes hands sooner
+(switching.py).
 
 | state of the thread | leaves it by                                                       |
 |---------------------|--------------------------------------------------------------------|
@@ -28,7 +29,7 @@ from asyncrl.weights.handover import Handover
 from asyncrl.weights.manifest import tensor_views
 from asyncrl.weights.shared_file import MappedFile, SharedFile
 from asyncrl.weights.snapshot_files import SnapshotFiles
-from asyncrl.weights.staging import DeviceStaging
+from asyncrl.weights.staging import Staging
 from asyncrl.weights.switching import quick_switches
 from asyncrl.wire.messages import Announcement
 
@@ -104,7 +105,7 @@ class Subscriber:
         max_total_bytes: int = 2**38,
         token: str = "",
         shm_dir: Path = SHM_DIR,
-        staging: DeviceStaging | None = None,
+        staging: Staging | None = None,
         on_change: Callable[[], None] | None = None,
     ) -> None:
         """Nothing is fetched before the first `start`.
@@ -116,7 +117,7 @@ class Subscriber:
             max_total_bytes: larger versions are refused before any memory is taken.
             token: key to present (tcp).
             shm_dir: the only directory that files are read from (shm).
-            staging: the way to the engine's GPU; None leaves weights in host memory.
+            staging: the way to the engine's GPUs; None leaves weights in host memory.
             on_change: called from the thread when a fetch has ended, well or not.
 
         Raises:

@@ -32,15 +32,15 @@ pytestmark = [
 ]
 
 
-def load(dtype, version=0):
+def load(dtype, version=0, *, noise=0.02):
     """The model of a version on the GPU."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(version)
     with torch.no_grad():
         for values in model.parameters():
             if version and values.ndim > 1:
-                noise = torch.randn(values.shape, generator=generator)
-                values *= (1 + 0.02 * noise).to(values.dtype)
+                factors = 1 + noise * torch.randn(values.shape, generator=generator)
+                values *= factors.to(values.dtype)
     return model.to("cuda", dtype).eval()
 
 
@@ -137,19 +137,24 @@ def test_weights_are_adopted_directly_and_bit_for_bit():
 
 
 def test_fp8_weights_are_quantized_again_at_every_adoption():
-    models = [load(torch.float32), load(torch.float32, 1)]
+    # Three bits of mantissa are off by 2 to 3 % (rms), in weights and in what they are multiplied with:
+    # 0.48 nats on random tokens (seen). Version 1 must be farther away than that.
+    models = [load(torch.float32), load(torch.float32, 1, noise=0.08)]
     engine = start(quantization="fp8")
     tokens = np.concatenate([ask(request_id).prompt_tokens for request_id in range(4)])
-    distances = []
+    distances, scores = [], []
     for version in (0, 1, 0, 1):
         engine.adopt(engine.version + 1, published(models[version]).items())
-        scores = engine.score(tokens)
+        found = engine.score(tokens)
+        scores.append(found)
         distances.append(
-            [float(np.sqrt(np.mean((scores - forward_logprobs(m, tokens)) ** 2))) for m in models]
+            [float(np.sqrt(np.mean((found - forward_logprobs(m, tokens)) ** 2))) for m in models]
         )
     engine.close()
     print(f"\nfp8, rms distance to (version 0, version 1) after adopting 0, 1, 0, 1: {distances}")
     for version, (to_first, to_second) in zip((0, 1, 0, 1), distances, strict=True):
         own, other = (to_first, to_second) if version == 0 else (to_second, to_first)
-        assert own < 0.25
+        assert own < 0.75
         assert other > 2 * own
+    np.testing.assert_array_equal(scores[2], scores[0])
+    np.testing.assert_array_equal(scores[3], scores[1])

@@ -1,5 +1,6 @@
 """One vLLM engine cut over two worker processes: the same log-probs, before and after adoptions."""
 
+import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -7,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import PeerLostError
 from asyncrl.generator import vllm_worker
-from asyncrl.generator.engines import make_engine
+from asyncrl.generator.engines import make_engine, prepare_vllm
 from asyncrl.generator.vllm_worker import SHM_DIR
 from asyncrl.learner.lora import attach
 from tests.engines import reference_logprobs, request, run
@@ -106,6 +108,46 @@ def test_two_workers_serve_versions_as_adapters_side_by_side(tmp_path, monkeypat
         np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=1e-5)
         assert {span.version for span in completion.version_spans} == {completion.request_id}
     assert list(SHM_DIR.glob("asyncrl-reload-*")) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_workers_stage_versions_beside_the_decode(tmp_path, monkeypatch, transport):
+    """On a GPU linear layers read their parameters; only then a version can be copied into them."""
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
+    (tmp_path / "shm").mkdir()
+    paths = [make_tiny_model(tmp_path / str(seed), seed=seed, hidden=128) for seed in range(4)]
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in paths]
+    config = VllmEngineConfig(
+        dtype="float32", enforce_eager=True, tensor_parallel_size=2, max_concurrent_completions=16
+    )
+    prepare_vllm()
+    engine = importlib.import_module("asyncrl.generator.vllm_engine").VllmEngine(
+        str(paths[0]),
+        config,
+        more_arguments={"worker_extension_cls": "tests.process.unpacked_worker.UnpackedReload"},
+    )
+    own = [(n, v.clone()) for n, v in models[0].state_dict().items() if n != "lm_head.weight"]
+    try:
+        with (
+            learning(own, tmp_path / "shm", transport) as learner,
+            generating(tmp_path / "shm", staging=engine.staging()) as subscriber,
+        ):
+            for version, model in enumerate(models):
+                if version:
+                    for name, values in own:
+                        values.copy_(model.state_dict()[name])
+                    staged = fetch(subscriber, learner.publish(version))
+                    # The first is adopted from its file; how the copies go is known from it.
+                    assert (staged.file is None) == (version > 1)
+                    engine.adopt(version, staged.tensors(), file=staged.file)
+                    staged.release()
+                ask = request(version, 45, num_completions=3, max_tokens=12)
+                for completion in run(engine, [[ask]]).values():
+                    expected = reference_logprobs(model, ask, completion.tokens)
+                    np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=1e-3)
+    finally:
+        engine.close()
+    assert not list(Path("/tmp").glob("asyncrl-shards-*"))
 
 
 @pytest.mark.parametrize("during", ["decode", "adopt"])

@@ -16,6 +16,7 @@ from asyncrl.generator.engine import SampleRequest
 from asyncrl.types import VersionSpan
 from tests.engines import (
     ENGINE_KINDS,
+    SAME_ATOL,
     VOCABULARY,
     assert_same,
     cached_logprobs,
@@ -360,7 +361,7 @@ def test_abort_returns_the_tokens_so_far_and_leaves_the_others_alone(engine):
         assert completion.tokens.tolist() == full.tokens[:length].tolist()
         assert completion.version_spans == (VersionSpan(0, 0, length),)
         np.testing.assert_allclose(
-            completion.behaviour_logprobs, full.behaviour_logprobs[:length], atol=1e-5
+            completion.behaviour_logprobs, full.behaviour_logprobs[:length], atol=SAME_ATOL
         )
     assert engine.abort(1) == engine.abort(99) == []
     completions = {(c.request_id, c.index): c for c in finished} | run(engine)

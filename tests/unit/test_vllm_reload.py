@@ -124,7 +124,7 @@ def test_a_loader_that_spoils_something_else_is_found_out(models, monkeypatch):
 
 
 def test_fingerprints_tell_every_byte_and_its_place():
-    reload = importlib.import_module("asyncrl.generator.vllm_reload")
+    reload = importlib.import_module("asyncrl.generator.vllm_direct")
     layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
     layer.register_buffer("table", torch.arange(3))
     first = reload.fingerprints(layer)
@@ -143,7 +143,7 @@ def test_fingerprints_tell_every_byte_and_its_place():
 
 
 def test_a_zero_keeps_its_sign_when_it_is_negated():
-    reload = importlib.import_module("asyncrl.generator.vllm_reload")
+    reload = importlib.import_module("asyncrl.generator.vllm_direct")
     layer = torch.nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         layer.weight.zero_()

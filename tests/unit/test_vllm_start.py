@@ -153,5 +153,8 @@ def test_a_kernel_that_fails_at_the_start_is_no_matter_of_settings(tiny, monkeyp
     assert is_device_fault(
         RuntimeError(f"Unexpected error from cudaGetDeviceCount(). {recovering}")
     )
+    triton = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    assert "enforce_eager=true" in str(start_failure("model", triton))
+    assert "custom_all_reduce=false" in str(start_failure("model", triton, num_gpus=2))
     for lasting in ("out of memory", "no kernel image is available", "invalid device ordinal"):
         assert not is_device_fault(RuntimeError(f"CUDA error: {lasting}"))

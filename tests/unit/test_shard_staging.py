@@ -1,0 +1,223 @@
+"""Parts of a version in several workers: each what its loader would take, and nothing before its time."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from asyncrl.errors import PeerLostError, WeightMismatchError
+from asyncrl.generator.shard_staging import ShardedStaging, ShardServer, StagedShard, address_of
+from asyncrl.generator.vllm_direct import DirectLoader
+from tests.unit.test_staging import fetched_of
+from tests.unit.weight_peers import TRANSPORTS, fetch, generating, learning
+
+CPU = torch.device("cpu")
+WIDTH = 8
+
+
+class Half(nn.Module):
+    """One worker's part: of `up` rows, of `down` columns, all of `norm`; q and k lie in one matrix."""
+
+    def __init__(self, rank, *, scale=1.0):
+        super().__init__()
+        half = WIDTH // 2
+        self.qk = nn.Parameter(torch.full((2 * half, WIDTH), 0.5), requires_grad=False)
+        self.down = nn.Parameter(torch.full((WIDTH, half), 0.5), requires_grad=False)
+        self.norm = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
+        self._rank, self._scale = rank, scale
+
+    def load_weights(self, weights):
+        half = WIDTH // 2
+        for name, values in weights:
+            match name:
+                case "q" | "k":
+                    rows = values.narrow(0, self._rank * half, half)
+                    self.qk.data.narrow(0, half * (name == "k"), half).copy_(rows)
+                case "down":
+                    self.down.data.copy_(values.narrow(1, self._rank * half, half))
+                case "norm":
+                    self.norm.data.copy_(values if self._scale == 1.0 else values * self._scale)
+
+
+def version(number):
+    generator = torch.Generator().manual_seed(number)
+    shapes = {"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH), "down": (WIDTH, WIDTH), "norm": (WIDTH,)}
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
+
+
+def parts(model):
+    return {name: values.clone() for name, values in model.state_dict().items()}
+
+
+def expected(rank, number):
+    """Cut by hand."""
+    q, k, down, norm = (values for _, values in version(number))
+    part = slice(4 * rank, 4 * rank + 4)
+    return {"qk": torch.cat([q[part], k[part]]), "down": down[:, part], "norm": norm}
+
+
+def assert_has(worker, number):
+    for name, values in expected(worker.rank, number).items():
+        assert torch.equal(worker.model.state_dict()[name], values), (worker.rank, name)
+
+
+def new_worker(rank, directory, **options):
+    model = Half(rank, **options)
+    loader = DirectLoader(model, model.load_weights, may_be_direct=True)
+    server = ShardServer(address_of(directory, rank), loader, CPU)
+    return SimpleNamespace(rank=rank, model=model, loader=loader, server=server)
+
+
+@pytest.fixture
+def staging():
+    staging = ShardedStaging(2)
+    yield staging
+    staging.close()
+
+
+@pytest.fixture
+def workers(staging):
+    workers = [new_worker(rank, staging.directory) for rank in range(2)]
+    staging.connect()
+    return workers
+
+
+def upload(staging, number, **options):
+    return staging.upload(fetched_of(version(number)), **({"is_verified": False} | options))
+
+
+def test_the_first_version_comes_from_its_file_and_the_others_are_staged(staging, workers):
+    assert upload(staging, 1) is None  # no worker has loaded anything yet
+    for worker in workers:
+        worker.loader.load(dict(version(1)))
+        assert worker.loader.direct is True
+    for number in (2, 3):
+        found = upload(staging, number)
+        assert [(n, t.shape, t.dtype, t.is_meta) for n, t in found] == [
+            (n, t.shape, t.dtype, True) for n, t in version(number)
+        ]
+        for worker in workers:
+            assert_has(worker, number - 1)  # what is computed with does not change yet
+        for worker in workers:
+            worker.server.load(staging.number)
+            assert_has(worker, number)
+
+
+def test_what_was_not_staged_is_not_loaded(staging, workers):
+    for worker in workers:
+        worker.loader.load(dict(version(1)))
+    with pytest.raises(WeightMismatchError, match="number 1, this worker has 0"):
+        workers[0].server.load(1)
+    upload(staging, 2)
+    with pytest.raises(WeightMismatchError, match="number 2, this worker has 1"):
+        workers[0].server.load(2)
+    for worker in workers:
+        assert_has(worker, 1)
+
+
+def test_a_changed_byte_is_found_and_the_next_version_is_staged(staging, workers):
+    for worker in workers:
+        worker.loader.load(dict(version(1)))
+    spoiled = fetched_of(version(2), chunk_bytes=256)
+    spoiled.block.memory[300] ^= 1
+    with pytest.raises(
+        WeightMismatchError, match="version 7: chunk 1 of 4 in the learner's snapshot"
+    ):
+        staging.upload(spoiled, is_verified=False)
+    assert upload(staging, 3)
+    for worker in workers:
+        worker.server.load(staging.number)
+        assert_has(worker, 3)
+
+
+def test_where_the_trial_fails_nothing_is_staged_ever(staging):
+    workers = [
+        new_worker(0, staging.directory),
+        new_worker(1, staging.directory, scale=2.0),  # computes, so copies are not all of it
+    ]
+    staging.connect()
+    for worker in workers:
+        worker.loader.load(dict(version(1)))
+    assert [worker.loader.direct for worker in workers] == [True, False]
+    assert upload(staging, 2) is None
+    number = staging.number
+    assert upload(staging, 3) is None
+    assert staging.number == number  # not even asked
+
+
+def test_what_does_not_fit_is_left_to_the_engine_to_refuse(staging, workers):
+    for worker in workers:
+        worker.loader.load(dict(version(1)))
+    assert upload(staging, 2)
+    number = staging.number
+    other = [(name, values) for name, values in version(3) if name != "down"]
+    assert staging.upload(fetched_of(other), is_verified=False) is None
+    with pytest.raises(WeightMismatchError, match="number 1, this worker has 0"):
+        workers[0].server.load(number)  # the parts of version 2 may be overwritten
+    assert upload(staging, 4)
+
+
+@pytest.mark.parametrize("where", ["__init__", "fill"])
+def test_without_room_versions_are_adopted_from_their_file(staging, workers, monkeypatch, where):
+    for worker in workers:
+        worker.loader.load(dict(version(1)))
+
+    def no_room(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(StagedShard, where, no_room)
+    assert upload(staging, 2) is None
+    monkeypatch.undo()
+    assert upload(staging, 3) is None
+    assert [worker.server._shard for worker in workers] == [None, None]  # it holds no memory
+    for worker in workers:
+        assert_has(worker, 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_whose_thread_has_ended_is_named(staging, workers, monkeypatch):
+    for worker in workers:
+        worker.loader.load(dict(version(1)))
+
+    def end(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(workers[1].server, "_stage", end)
+    for number in (2, 3):  # while it is waited for, and when it is gone
+        with pytest.raises(PeerLostError, match="worker 1 of the engine does not stage"):
+            upload(staging, number)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_subscriber_stages_what_a_learner_publishes(tmp_path, staging, workers, transport):
+    own = version(0)
+    for worker in workers:
+        worker.loader.load(dict(own))
+    with (
+        learning(own, tmp_path, transport) as learner,
+        generating(tmp_path, staging=staging) as subscriber,
+    ):
+        for number in range(1, 7):
+            for (_, mine), (_, values) in zip(own, version(number), strict=True):
+                mine.copy_(values)
+            staged = fetch(subscriber, learner.publish(number))
+            assert staged.file is None
+            assert all(values.is_meta for _, values in staged.tensors())
+            for worker in workers:
+                worker.server.load(staging.number)
+                assert_has(worker, number)
+            staged.release()
+            assert len(workers[0].server._files) <= 4
+
+
+def test_files_that_are_no_longer_written_are_unmapped(staging, workers):
+    for worker in workers:
+        worker.loader.load(dict(version(1)))
+    fetched = [fetched_of(version(number)) for number in range(8)]
+    for each in fetched:
+        assert staging.upload(each, is_verified=False)
+    gc.collect()
+    kept = [key[1] for key in workers[0].server._files]
+    assert kept == [each.block.file.identity[1] for each in fetched[-4:]]
