@@ -96,6 +96,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--staging", nargs="+", choices=["gpu", "host"], default=["gpu", "host"])
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--nccl", action="store_true", help="engine.custom_all_reduce=false")
     parser.add_argument("--learner-device", default="cuda:0")
     parser.add_argument("--gpu-memory", type=float, default=0.5)
     parser.add_argument("--graphs", type=int, default=0, help="largest batch that is captured")
@@ -158,6 +159,7 @@ def measure_all(options: argparse.Namespace, path: str, pipe: Connection) -> Ite
         gpu_memory_utilization=options.gpu_memory,
         quantization=options.quantization,
         tensor_parallel_size=options.tensor_parallel,
+        custom_all_reduce=not options.nccl,
     )
     more: Row = {"load_format": "dummy", **graphs_up_to(options.graphs)}
     engine = VllmEngine(path, config, more_arguments=more)

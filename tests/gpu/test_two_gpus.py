@@ -1,6 +1,10 @@
-"""One vLLM engine cut over two GPUs, in bfloat16: what it adopts is what it computes with."""
+"""One vLLM engine cut over two GPUs, in bfloat16: what it adopts is what it computes with.
+
+ASYNCRL_CUSTOM_ALL_REDUCE=0 on a host without CUDA's memory sharing between processes.
+"""
 
 import importlib.util
+import os
 
 import numpy as np
 import pytest
@@ -29,8 +33,9 @@ differ by more than one."""
 
 def start(path, **more):
     config = VllmEngineConfig(
-        tensor_parallel_size=2, max_concurrent_completions=16, gpu_memory_utilization=0.1
-    )
+        tensor_parallel_size=2, max_concurrent_completions=16, gpu_memory_utilization=0.1,
+        custom_all_reduce=os.environ.get("ASYNCRL_CUSTOM_ALL_REDUCE") != "0",
+    )  # fmt: skip
     return make_engine(str(path), config, **more)
 
 
@@ -65,9 +70,10 @@ def test_both_halves_adopt_what_is_published(tmp_path):
             published = list(bfloat16(models[number]).items())
             with (
                 learning(published, tmp_path / "shm", transport) as learner,
-                generating(tmp_path / "shm") as subscriber,
+                generating(tmp_path / "shm", staging=engine.staging()) as subscriber,
             ):
                 staged = fetch(subscriber, learner.publish(version))
+                assert staged.file is None  # both halves were staged beside the decode
                 engine.adopt(version, staged.tensors(), file=staged.file)
                 staged.release()
         completions = run(engine, [asks])
