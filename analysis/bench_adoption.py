@@ -149,9 +149,6 @@ def publish_on_demand(pipe: Connection, weights: dict[str, torch.Tensor]) -> Non
 
 def measure_all(options: argparse.Namespace, path: str, pipe: Connection) -> Iterator[Row]:
     """Every number in flight with every way of staging, on one engine."""
-    prepare_vllm()
-    from asyncrl.generator.vllm_engine import VllmEngine
-
     config = VllmEngineConfig(
         max_concurrent_completions=max(options.num),
         max_prompt_tokens=options.prompt_tokens,
@@ -162,6 +159,9 @@ def measure_all(options: argparse.Namespace, path: str, pipe: Connection) -> Ite
         custom_all_reduce=not options.nccl,
     )
     more: Row = {"load_format": "dummy", **graphs_up_to(options.graphs)}
+    prepare_vllm(config)
+    from asyncrl.generator.vllm_engine import VllmEngine
+
     engine = VllmEngine(path, config, more_arguments=more)
     assert pipe.recv() == "ready"
     for staging in options.staging:

@@ -77,9 +77,9 @@ class VllmEngineConfig(EngineSection):
     """GPUs that one engine is cut over."""
 
     custom_all_reduce: bool = True
-    """Sums between those GPUs by vLLM's own kernel, through CUDA's memory sharing between processes;
-    false: by NCCL, slower for small batches, for hosts without such sharing (some virtual machines and
-    containers)."""
+    """Sums between those GPUs by kernels of vLLM's and FlashInfer's, faster than NCCL for small batches,
+    which need CUDA's memory sharing between processes and NVLink multicast; false: by NCCL alone, for
+    hosts without them (virtual machines, containers)."""
 
     cache_policy: Literal["keep", "recompute"] = "keep"
     """Running completions when weights are adopted: keep their KV cache (no cost; their stored log-probs

@@ -20,6 +20,9 @@ VLLM_DEFAULTS = {
 }
 """Unlike VLLM_ENVIRONMENT, what the user has set goes first."""
 
+NCCL_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+"""With engine.custom_all_reduce=false."""
+
 
 def make_engine(
     path: str,
@@ -44,7 +47,7 @@ def make_engine(
         ConfigError: the engine is not installed or cannot start; the message names the cause.
     """
     if isinstance(config, VllmEngineConfig):
-        prepare_vllm()
+        prepare_vllm(config)
         # Only now: vllm reads its environment when it is imported, and others do without it.
         from asyncrl.generator.vllm_engine import VllmEngine
 
@@ -59,8 +62,8 @@ def make_engine(
     )
 
 
-def prepare_vllm() -> None:
-    """Set this process's environment as vllm must find it when it is imported.
+def prepare_vllm(config: VllmEngineConfig | None = None) -> None:
+    """Set this process's environment as vllm must find it when it is imported; for an engine of `config`.
 
     Raises:
         ConfigError: vllm is not installed.
@@ -69,3 +72,5 @@ def prepare_vllm() -> None:
     os.environ |= VLLM_ENVIRONMENT
     for name, value in VLLM_DEFAULTS.items():
         os.environ.setdefault(name, value)
+    if config is not None and not config.custom_all_reduce:
+        os.environ |= NCCL_ENVIRONMENT

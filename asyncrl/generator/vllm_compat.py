@@ -51,6 +51,12 @@ from asyncrl.generator.vllm_worker import EXTENSION
 from asyncrl.weights.shared_file import SharedFile
 
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_tensor"}
+NCCL_ALONE = {
+    "disable_custom_all_reduce": True,
+    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+}
+"""With NCCL_ENVIRONMENT (engines.py): no other kernel sums between GPUs."""
+
 OLDEST, NEWEST = (0, 26), (0, 33)
 
 CPU_BLOCK_TOKENS = 32
@@ -107,11 +113,12 @@ def engine_arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "tensor_parallel_size": config.tensor_parallel_size,
-        "disable_custom_all_reduce": not config.custom_all_reduce,
         "enforce_eager": config.enforce_eager,
         "quantization": QUANTIZATIONS[config.quantization],
         "worker_extension_cls": EXTENSION,
     }
+    if not config.custom_all_reduce:
+        arguments |= NCCL_ALONE
     if current_platform.is_cpu():
         needed = context * completions * model.kv_values_per_token * dtype.itemsize
         arguments |= {

@@ -63,7 +63,7 @@ def start_failure(path: str, error: Exception, *, num_gpus: int = 1) -> ConfigEr
             advice = "start one after another what shares the GPU"
         elif num_gpus > 1:
             advice = (
-                "if it does, this host may not share GPU memory between processes: "
+                "if it does, this host may lack memory shared between GPUs: "
                 "engine.custom_all_reduce=false goes without"
             )
         else:

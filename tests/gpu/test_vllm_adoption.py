@@ -138,7 +138,7 @@ def test_weights_are_adopted_directly_and_bit_for_bit():
 
 def test_fp8_weights_are_quantized_again_at_every_adoption():
     # Three bits of mantissa are off by 2 to 3 % (rms), in weights and in what they are multiplied with:
-    # 0.48 nats on random tokens (seen). Version 1 must be farther away than that.
+    # 0.5 to 0.7 nats on random tokens (seen). Version 1 must be farther away than that.
     models = [load(torch.float32), load(torch.float32, 1, noise=0.08)]
     engine = start(quantization="fp8")
     tokens = np.concatenate([ask(request_id).prompt_tokens for request_id in range(4)])
@@ -154,7 +154,7 @@ def test_fp8_weights_are_quantized_again_at_every_adoption():
     print(f"\nfp8, rms distance to (version 0, version 1) after adopting 0, 1, 0, 1: {distances}")
     for version, (to_first, to_second) in zip((0, 1, 0, 1), distances, strict=True):
         own, other = (to_first, to_second) if version == 0 else (to_second, to_first)
-        assert own < 0.75
+        assert own < 1.0
         assert other > 2 * own
     np.testing.assert_array_equal(scores[2], scores[0])
     np.testing.assert_array_equal(scores[3], scores[1])

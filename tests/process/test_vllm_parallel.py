@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.errors import PeerLostError
 from asyncrl.generator import vllm_worker
-from asyncrl.generator.engines import make_engine, prepare_vllm
+from asyncrl.generator.engines import NCCL_ENVIRONMENT, make_engine, prepare_vllm
 from asyncrl.generator.vllm_worker import SHM_DIR
 from asyncrl.learner.lora import attach
 from tests.engines import reference_logprobs, request, run
@@ -34,15 +34,22 @@ pytestmark = [
 
 
 def test_two_workers_adopt_weights_and_sample_under_them(tmp_path, monkeypatch):
-    """Offered as they come from a learner, and out of nowhere."""
+    """Offered as they come from a learner, and out of nowhere; vLLM's own all-reduce is switched off."""
+    for name in NCCL_ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
     (tmp_path / "shm").mkdir()
     paths = [make_tiny_model(tmp_path / str(seed), seed=seed, hidden=128) for seed in range(4)]
     models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in paths]
     config = VllmEngineConfig(
-        dtype="float32", enforce_eager=True, tensor_parallel_size=2, max_concurrent_completions=16
-    )
+        dtype="float32", enforce_eager=True, tensor_parallel_size=2, max_concurrent_completions=16,
+        custom_all_reduce=False,
+    )  # fmt: skip
     engine = make_engine(str(paths[0]), config)
+    assert [os.environ[name] for name in NCCL_ENVIRONMENT] == ["0", "0"]
+    found = engine._core.llm.vllm_config
+    assert found.parallel_config.disable_custom_all_reduce
+    assert found.compilation_config.pass_config.fuse_allreduce_rms is False
     try:
         asks = [request(i, 5 + 40 * i, num_completions=3, max_tokens=12) for i in range(3)]
         for version, model in enumerate(models):
