@@ -30,7 +30,7 @@ def start_plain(
     """`LLM.generate` with the engine's own arguments."""
     from vllm import LLM
 
-    from asyncrl.generator.vllm_compat import engine_arguments
+    from asyncrl.generator.vllm_arguments import engine_arguments
 
     llm = LLM(**engine_arguments(path, config, describe_model(path)) | more)
 
@@ -51,7 +51,7 @@ def plain_requests(
     """Prompt and sampling parameters of every completion, as vLLM takes them."""
     from vllm.inputs import tokens_input
 
-    from asyncrl.generator.vllm_compat import sampling_params
+    from asyncrl.generator.vllm_arguments import sampling_params
 
     for i, prompt in enumerate(np.repeat(prompts(num, options), GROUP_SIZE, axis=0)[:num]):
         params = sampling_params(

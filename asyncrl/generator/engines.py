@@ -12,6 +12,8 @@ from asyncrl.generator.memory import NO_LORA
 VLLM_ENVIRONMENT = {
     # One process: tensors are handed over by reference, and weights change between two steps.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # An engine's workers: vLLM forks where it thinks that it may, but this process has threads and CUDA.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
 }
 VLLM_DEFAULTS = {

@@ -33,15 +33,14 @@ from asyncrl.generator.engine import Completion, NamedTensors, Precision, Sample
 from asyncrl.generator.intake import check_request, check_sequence
 from asyncrl.generator.memory import NO_LORA
 from asyncrl.generator.model_facts import describe_model
-from asyncrl.generator.vllm_compat import (
-    Core,
-    check_version,
+from asyncrl.generator.vllm_arguments import (
     engine_arguments,
     max_context_tokens,
     precision,
     sampling_params,
     scoring_params,
 )
+from asyncrl.generator.vllm_compat import Core, check_version
 from asyncrl.generator.vllm_lora import LoraServing
 from asyncrl.generator.vllm_rows import Row, completion_seed
 from asyncrl.types import FinishReason

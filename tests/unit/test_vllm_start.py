@@ -119,18 +119,18 @@ def test_a_version_in_the_range_is_taken(version):
 @needs_vllm
 @pytest.mark.vllm
 def test_one_of_several_engines_is_told_its_part_of_the_gpu_before_vllm_looks_at_it(tiny):
-    compat = importlib.import_module("asyncrl.generator.vllm_compat")
+    arguments = importlib.import_module("asyncrl.generator.vllm_arguments")
     model = describe_model(str(tiny))
     config = VllmEngineConfig(engines_per_gpu=4, gpu_memory_utilization=0.8)
     total_bytes = 80 * 2**30
-    found = compat.shared_gpu_arguments(config, model, torch.bfloat16, total_bytes=total_bytes)
+    found = arguments.shared_gpu_arguments(config, model, torch.bfloat16, total_bytes=total_bytes)
     split = divide(config, model, torch.bfloat16, total_bytes=total_bytes)
     assert found == {
         "gpu_memory_utilization": pytest.approx(0.2),  # 0.8 of it among 4
         "kv_cache_memory_bytes": split.cache,
     }
     with pytest.raises(ConfigError, match=r"engines_per_gpu=4: each engine has 0\.20 GiB"):
-        compat.shared_gpu_arguments(config, model, torch.bfloat16, total_bytes=2**30)
+        arguments.shared_gpu_arguments(config, model, torch.bfloat16, total_bytes=2**30)
 
 
 @needs_vllm
