@@ -1,26 +1,20 @@
-"""The copies by which a model's `load_weights` loads a checkpoint, recorded once and repeated.
+"""The copies by which a loader brings tensors to where they belong, recorded once and repeated.
 
-A loader finds out anew for every tensor where it belongs: 250 tensors take it 10 ms of Python and more.
-All that is left in the end are copies `part of a parameter <- part of a tensor`. `record_copies` notes
-them while the loader runs; a `CopyPlan` starts all of them with one call.
+A loader (a model's `load_weights`, an adapter's way to its slot) finds out anew for every tensor where
+it belongs: 250 tensors take it 10 ms of Python and more. All that is left in the end are copies `part of
+a parameter <- part of a tensor`. `record_copies` notes them while the loader runs; a `CopyPlan` starts
+all of them with one call.
 
-A plan knows copies from offered tensors only. What else a loader does to a parameter (fills, computes)
-is not in it: whoever carries a plan out must have checked that it leaves the right values.
+A plan knows copies from offered tensors only. What else a loader does (fills, computes) is not in it:
+whoever carries a plan out must know that it leaves the right values.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-class LoadableModel(Protocol):
-    """A model of vLLM."""
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Load (name on disk, values) pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +87,16 @@ def layout_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def record_copies(model: LoadableModel, tensors: Mapping[str, torch.Tensor]) -> CopyPlan:
-    """Let `model` load `tensors`, and note its copies.
+def record_copies(tensors: Mapping[str, torch.Tensor], load: Callable[[], object]) -> CopyPlan:
+    """Call `load`, which loads `tensors`, and note its copies.
 
     Raises:
         ValueError: it copied from memory that is not an offered tensor's.
-        Exception: whatever load_weights raises.
+        Exception: whatever `load` raises.
     """
     recorder = _Recorder(tensors)
     with recorder:
-        model.load_weights(tensors.items())
+        load()
     return CopyPlan(recorder.copies, {name: layout_of(t) for name, t in tensors.items()})
 
 

@@ -17,13 +17,13 @@ computes or fails does not pass. Of a model that is cut over several workers eac
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from asyncrl.errors import WeightMismatchError
-from asyncrl.generator.copy_plan import CopyPlan, LoadableModel, record_copies
+from asyncrl.generator.copy_plan import CopyPlan, record_copies
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,8 @@ class DirectLoader:
             return None
         turned = negated_fingerprints(self._model)
         try:
-            plan = record_copies(cast(LoadableModel, self._model), tensors)
+            load: Any = self._model.load_weights
+            plan = record_copies(tensors, lambda: load(tensors.items()))
             for name, values in tensors.items():
                 plan.carry_out_one(name, 0 - values)
             negated = fingerprints(self._model)

@@ -1,16 +1,19 @@
 """What asyncrl adds to vLLM's workers when versions are adapters: one is handed over in memory.
 
-vLLM itself loads adapters from a folder only. `put_adapter` makes one from PEFT's tensors and registers
-it; it is copied to a slot of the device by the first step that needs it. To do that here would move
-others out of their slots while a batch computes with them. With one worker the tensors come by
-reference, with several through a file in shared memory.
+vLLM itself loads adapters from a folder only. `put_adapter` makes one from PEFT's tensors, registers it,
+and copies it to a slot of the device that is free. If none is, vLLM does that in the first step that
+needs it: others must leave their slots, and a batch may compute with them. With one worker the tensors
+come by reference, with several through a file in shared memory.
 
 An adapter of 28 layers has 392 tensors, and a call for each of them costs more than its bytes. So they
 are copied by one call and scaled by another, and vLLM gets views of the copy; its names for the modules
-are looked up once.
+are looked up once. Its own way into a slot are two fills and two copies for each module, 784 calls (8 to
+13 ms on an H200's host): the first adapter of a slot takes it, and its copies are repeated for the later
+ones (copy_plan.py). All adapters of an engine consist of the same tensors, so what was filled stays so.
 """
 
 import functools
+import logging
 import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +27,10 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from asyncrl.errors import WeightMismatchError
+from asyncrl.generator.copy_plan import CopyPlan, record_copies
 from asyncrl.weights.manifest import TensorSpec, tensor_views
+
+log = logging.getLogger(__name__)
 
 EXTENSION = f"{__name__}.AdapterWorker"
 
@@ -37,6 +43,9 @@ class AdapterWorker:
 
     adapter_names: Mapping[tuple[str, ...], Names] = MappingProxyType({})
     """By the names of the tensors, which hardly ever change: those of the last adapter."""
+
+    slot_plans: Mapping[int, CopyPlan] | None = MappingProxyType({})
+    """How adapters get into a slot, by its number; None: vLLM's way there does more than copy."""
 
     def put_adapter(
         self: Any, number: int, tensors: Mapping[str, torch.Tensor], rank: int, scale: float
@@ -52,17 +61,18 @@ class AdapterWorker:
         if names is None:
             names = _names(tensors, _renames(manager.model))
             self.adapter_names = {tuple(tensors): names}
-        factors = _copies(
+        copies = _copies(
             [tensors[name_a] for name_a, _ in names.values()],
             [tensors[name_b] for _, name_b in names.values()],
             scale,
             worker_manager.device,
             worker_manager.lora_config.lora_dtype,
         )
+        factors = dict(zip(names, copies, strict=True))
         loras = {
             # alpha = rank: B is scaled already.
             module: LoRALayerWeights(module, rank, rank, a, b, scaling=1)
-            for module, (a, b) in zip(names, factors, strict=True)
+            for module, (a, b) in factors.items()
         }
         adapter = LoRAModel(number, rank, loras)
         manager.add_adapter(adapter)
@@ -73,6 +83,13 @@ class AdapterWorker:
                 f"vLLM cannot adapt {min(unknown)!r} and {len(unknown) - 1} other modules of this "
                 "model; choose lora.target_modules without them, or lora.serving='merged'"
             )
+        if self.slot_plans is not None and None in manager.lora_index_to_id:
+            parts = {
+                f"{module} {factor}": values
+                for module, pair in factors.items()
+                for factor, values in zip("AB", pair, strict=True)
+            }
+            self.slot_plans = _fill_slot(manager, number, parts, self.slot_plans)
 
     def put_adapter_from_file(
         self: Any, number: int, path: str, specs: list[dict[str, Any]], rank: int, scale: float
@@ -82,6 +99,32 @@ class AdapterWorker:
             mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
         views = tensor_views(memoryview(mapping), [TensorSpec(**spec) for spec in specs])
         self.put_adapter(number, dict(views), rank, scale)
+
+
+@torch.inference_mode()
+def _fill_slot(
+    manager: Any,  # noqa: ANN401
+    number: int,
+    parts: Mapping[str, torch.Tensor],
+    plans: Mapping[int, CopyPlan],
+) -> Mapping[int, CopyPlan] | None:
+    """Bring an adapter to the slot that vLLM would choose; the plans known then.
+
+    After the batch in flight, which does not read that slot: both are on the device's current stream.
+    """
+    index = manager.lora_index_to_id.index(None)
+    if index in plans:
+        plans[index].carry_out(parts)
+        manager.lora_index_to_id[index] = number
+        manager._active_adapters[number] = None
+        return plans
+    try:
+        plan = record_copies(parts, lambda: manager.activate_adapter(number))
+    except ValueError as error:
+        log.info("adapters are brought to their slots by vLLM alone: %s", error)
+        manager.deactivate_adapter(number)
+        return None
+    return {**plans, index: plan}
 
 
 @torch.inference_mode()

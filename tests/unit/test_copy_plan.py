@@ -33,9 +33,13 @@ def offer(seed):
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
+def recorded(model, tensors):
+    return record_copies(tensors, lambda: model.load_weights(tensors.items()))
+
+
 def test_a_plan_does_with_new_values_what_the_loader_would_do():
     model, other = Fused(), Fused()
-    plan = record_copies(model, offer(0))
+    plan = recorded(model, offer(0))
     plan.carry_out(offer(1))
     other.load_weights(offer(1).items())
     for name, values in other.state_dict().items():
@@ -44,7 +48,7 @@ def test_a_plan_does_with_new_values_what_the_loader_would_do():
 
 def test_recording_loads():
     model, other = Fused(), Fused()
-    record_copies(model, offer(0))
+    recorded(model, offer(0))
     other.load_weights(offer(0).items())
     assert torch.equal(model.qk, other.qk)
     assert torch.equal(model.halves, other.halves)
@@ -52,7 +56,7 @@ def test_recording_loads():
 
 def test_one_tensor_at_a_time_gives_the_same():
     model, other = Fused(), Fused()
-    plan, same = record_copies(model, offer(0)), record_copies(other, offer(0))
+    plan, same = recorded(model, offer(0)), recorded(other, offer(0))
     plan.carry_out(offer(1))
     for name, values in offer(1).items():
         same.carry_out_one(name, values)
@@ -62,12 +66,12 @@ def test_one_tensor_at_a_time_gives_the_same():
 
 def test_a_loader_that_computes_has_no_plan():
     with pytest.raises(ValueError, match="came from no offered tensor"):
-        record_copies(Fused(scale=2.0), offer(0))
+        recorded(Fused(scale=2.0), offer(0))
 
 
 def test_tensors_that_lie_otherwise_than_the_recorded_ones_are_refused():
     model = Fused()
-    plan = record_copies(model, offer(0))
+    plan = recorded(model, offer(0))
     before = model.qk.clone()
     for spoil in (
         lambda t: t | {"q": torch.randn(4, 3).t()},  # other strides
@@ -85,6 +89,6 @@ def test_tensors_that_share_one_buffer_are_told_apart():
         name: values for name, values in offer(0).items() if name in ("bias", "rest")
     }
     model = Fused()
-    plan = record_copies(model, tensors)
+    plan = recorded(model, tensors)
     plan.carry_out(offer(1))
     assert torch.equal(model.qk, torch.cat([offer(1)["q"], offer(1)["k"]]))
