@@ -81,8 +81,8 @@ class Reloader:
                 self._llm.collective_rpc("load_from_file", args=arguments)
         if current_platform.is_cpu():
             self._llm.apply_model(repack_heads)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the caller may now overwrite what it offered
+        if self._loader is not None and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the caller may now overwrite what it offered; workers do their own
 
     def close(self) -> None:
         """Let go of the workers."""
