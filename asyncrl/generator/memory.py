@@ -18,7 +18,8 @@ prefill_tokens, S sequences, h = hidden size, w = rows of the widest matrix but 
 | activations | T * b * (4h + 4w/t) + (S + R) * vocabulary * LOGIT, R = tokens of a scored sequence:   |
 |             | residual, input, norm, output; two halves of an MLP, their product, its fp8 copy;      |
 |             | logits in b and, in sampling, up to three times in float32                             |
-| graphs      | 2 kinds * sizes (`graph_sizes`) * layers * GRAPH_LAYER (nothing if enforce_eager)      |
+| graphs      | 2 kinds * sizes (`graph_sizes`) * layers * GRAPH_LAYER (nothing if enforce_eager);     |
+|             | with "pinned" adapters twice: vLLM captures each with and without one                  |
 | PROCESS     | CUDA context, libraries' workspaces, fragments                                         |
 
 The constants were chosen without a GPU at hand; the price of too much is a smaller cache.
@@ -102,12 +103,13 @@ def divide(
         )
     context = _context(config, model)
     sizes = [] if config.enforce_eager else graph_sizes(config, context)
+    kinds = 4 if lora.rank and lora.serving == "pinned" else 2
     split = Split(
         share=int(config.gpu_memory_utilization * total_bytes / engines),
         weights=weight_bytes(config, model, dtype),
         staging=staging_bytes(config, model, dtype, lora, max_staleness),
         activations=activation_bytes(config, model, dtype),
-        graphs=2 * len(sizes) * model.num_layers * GRAPH_LAYER,
+        graphs=kinds * len(sizes) * model.num_layers * GRAPH_LAYER,
     )
     one = context * cache_bytes_per_token(config, model, dtype)
     if split.cache < one:

@@ -126,6 +126,8 @@ def test_pinned_adapters_need_room_for_every_version_but_for_no_model() -> None:
     # Two modules of 256 + 64 rows and columns, 2 bytes: 1,280. Slots have rank 32, one for each of 3
     # versions; these are registered with their own 20, and the next comes in 4 bytes: 3 * 32 + 5 * 20.
     assert found.staging == 250_880
+    # Graphs of 53 sizes and 2 kinds (41,680,896, as above), with and without an adapter.
+    assert found.graphs == 2 * 41_680_896
 
 
 def test_engines_that_are_cut_over_two_gpus_hold_half_of_the_weights_on_each() -> None:
