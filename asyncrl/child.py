@@ -17,6 +17,9 @@ from asyncrl.family import die_with_parent
 _TERMINATE_S = 4.0
 """Between SIGTERM and SIGKILL; with reaping it keeps the end of a run under 10 s."""
 
+_TERMINATE_BROKER_S = 1.0
+"""The same for the broker, which has no model to leave."""
+
 STAGGER_S = 45.0
 """How long an engine of a shared GPU is given to load before the next one starts beside it."""
 
@@ -110,16 +113,25 @@ class Child:
 
 
 def stop(children: Collection[Child]) -> None:
-    """SIGTERM, then SIGKILL, to each one's whole session; all of them are reaped."""
+    """SIGTERM, then SIGKILL, to each one's whole session; all of them are reaped.
+
+    The broker's turn comes last: the others take leave of it, and without it would wait to do so.
+    """
     alive = [c for c in children if c.process and c.process.poll() is None]
-    for child in alive:
-        child.signal_session(signal.SIGTERM)
-    deadline_s = time.monotonic() + _TERMINATE_S
-    while any(c.process and c.process.poll() is None for c in alive):
-        if time.monotonic() > deadline_s:
-            break
-        time.sleep(0.05)
+    _terminate([c for c in alive if c.name != "broker"], limit_s=_TERMINATE_S)
+    _terminate([c for c in alive if c.name == "broker"], limit_s=_TERMINATE_BROKER_S)
     for child in children:
         child.signal_session(signal.SIGKILL)
         if child.process is not None:
             child.process.wait()
+
+
+def _terminate(children: Collection[Child], *, limit_s: float) -> None:
+    """Send SIGTERM and wait until all have ended, or for `limit_s`."""
+    for child in children:
+        child.signal_session(signal.SIGTERM)
+    deadline_s = time.monotonic() + limit_s
+    while any(c.process and c.process.poll() is None for c in children):
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.05)

@@ -28,7 +28,7 @@ from typing import Any
 from asyncrl.arguments import parse
 from asyncrl.config import RunConfig, read_config, to_toml
 from asyncrl.errors import ConfigError
-from asyncrl.guard import guard, leave
+from asyncrl.guard import guard, leave, uncollected
 from asyncrl.run_folder import check_model, read_key, run_folder
 from asyncrl.sweep.settings import SweepSettings, read_sweep
 from asyncrl.telemetry.terminal import printable, say, say_and_keep
@@ -245,7 +245,8 @@ def _broker(config: RunConfig, options: argparse.Namespace) -> int:
 
 def _learner(config: RunConfig, options: argparse.Namespace) -> int:
     def train() -> None:
-        from asyncrl.learner import assemble
+        with uncollected():
+            from asyncrl.learner import assemble
 
         assemble.run(
             config,
@@ -269,7 +270,8 @@ def _learner(config: RunConfig, options: argparse.Namespace) -> int:
 
 def _generator(config: RunConfig, options: argparse.Namespace) -> int:
     def generate() -> None:
-        from asyncrl.generator import assemble
+        with uncollected():
+            from asyncrl.generator import assemble
 
         assemble.run(
             config,

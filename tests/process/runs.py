@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 CONFIG = """
@@ -64,6 +66,19 @@ def finish(process: subprocess.Popen[str], *, timeout_s: float = 110) -> tuple[i
         output, _ = process.communicate()
         raise AssertionError(f"the run did not end within {timeout_s} s:\n{output}") from None
     return process.returncode, output
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run that is done: its configuration, its folder, what it printed."""
+
+    config: Path
+    run_dir: Path
+    output: str
+
+    def copy(self, folder: Path) -> Path:
+        """The run's folder once more, in `folder`, to go on from."""
+        return Path(shutil.copytree(self.run_dir, folder / "run"))
 
 
 def records(run_dir: Path, name: str = "metrics") -> list[dict]:

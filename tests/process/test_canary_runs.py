@@ -11,6 +11,7 @@ import pytest
 
 from tests.models import make_tiny_model
 from tests.process.runs import (
+    Finished,
     command_of,
     descendants,
     finish,
@@ -128,14 +129,11 @@ def test_a_sound_run_of_vllm_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 0 < last["canary/distance"] < 0.1
 
 
-def test_a_resumed_run_is_compared_too(model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_compared_too(finished: Finished, tmp_path: Path) -> None:
     """Its learner starts from a checkpoint, its generator from model.path."""
-    run_dir = tmp_path / "run"
-    config = write_config(tmp_path, model)
-    code, output = finish(start_run(config, run_dir, "pipeline.num_steps=4"))
-    assert code == 0, output
+    run_dir = finished.copy(tmp_path)
     code, output = finish(
-        start_run(config, run_dir, "pipeline.num_steps=60", "checkpoint.resume=true")
+        start_run(finished.config, run_dir, "pipeline.num_steps=60", "checkpoint.resume=true")
     )
     assert code == 0, output
     last = records(run_dir)[-1]
