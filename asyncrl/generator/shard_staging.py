@@ -12,7 +12,7 @@ if a device has no room, a version is adopted from its file while the engine is 
 
 Invariant: a worker's part is written only while nobody waits to adopt it: the subscriber stages a
 version only after the one before was released; and what is adopted has the number that was staged.
-Of all that a worker takes for this nothing is left once its generator closes the connection.
+If one worker can never stage, the others give back what they have taken for it.
 """
 
 import logging
@@ -50,6 +50,9 @@ _MAX_TEMP = 60
 Answer = Literal["staged", "not yet", "never"]
 """Of a worker. Never: the trial has failed, or the device has no room."""
 
+_NO_MORE = b""
+"""Instead of a request: nothing will be staged; what was taken for it is given back."""
+
 
 class StageRequest(BaseModel):
     """What a worker is asked: JSON, as all that follows on the socket."""
@@ -76,8 +79,7 @@ class StagedShard:
         """
         self._plan = plan
         self._device = plan.targets[0].device
-        is_cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if is_cuda else None
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         # From the stream's own pool: a block that the decode freed may still be read by its kernels.
         with torch.cuda.stream(self._stream):
             self._pieces = [torch.empty_like(target) for target in plan.targets]
@@ -148,14 +150,13 @@ class ShardServer:
             accepted, _ = self._socket.accept()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # of this thread
-        try:  # until the generator has ended, or stages nothing any more
-            with suppress(EOFError, ConnectionError), Connection(accepted.detach()) as connection:
-                while True:
-                    request = StageRequest.model_validate_json(connection.recv_bytes())
-                    with quick_switches:
-                        answer = self._stage(request)
-                    connection.send_bytes(answer.encode())
-        finally:
+        # Until the generator ends: with it this process may, and no memory is freed in a thread then.
+        with suppress(EOFError, ConnectionError), Connection(accepted.detach()) as connection:
+            while (message := connection.recv_bytes()) != _NO_MORE:
+                request = StageRequest.model_validate_json(message)
+                with quick_switches:
+                    answer = self._stage(request)
+                connection.send_bytes(answer.encode())
             self._number, self._shard, self._files = 0, None, {}
 
     def _stage(self, request: StageRequest) -> Answer:
@@ -245,16 +246,16 @@ class ShardedStaging:
         path = fetched.block.file.path
         request = StageRequest(number=self.number, path=path, tensors=manifest.tensors)
         with self._guard():
-            self._ask(request)
+            self._tell(request.model_dump_json().encode())
             corrupt = None
             if not is_verified:
                 corrupt = find_corrupt_chunk(memoryview(fetched.block.memory), manifest)
             answers = [self._answer(rank) for rank in range(self._num_workers)]
+            if "never" in answers:
+                self._is_possible = False
+                self._tell(_NO_MORE)
         if corrupt is not None:
             raise WeightMismatchError(manifest.corruption(corrupt, "the learner's snapshot"))
-        if "never" in answers:
-            self._is_possible = False
-            self.close()  # the others give back what they have taken for it
         if any(answer != "staged" for answer in answers):
             return None
         return [
@@ -262,8 +263,7 @@ class ShardedStaging:
             for spec in manifest.tensors
         ]
 
-    def _ask(self, request: StageRequest) -> None:
-        message = request.model_dump_json().encode()
+    def _tell(self, message: bytes) -> None:
         for rank, connection in enumerate(self._connections):
             try:
                 connection.send_bytes(message)
@@ -283,7 +283,7 @@ class ShardedStaging:
         return next(known for known in get_args(Answer) if known == answer)
 
     def close(self) -> None:
-        """End the workers' threads, and give back what they hold; idempotent."""
+        """End the workers' threads; idempotent."""
         for connection in self._connections:
             connection.close()
         self._folder.cleanup()

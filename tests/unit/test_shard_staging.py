@@ -190,10 +190,11 @@ def test_a_worker_whose_thread_has_ended_is_named(staging, workers, monkeypatch)
         raise SystemExit
 
     monkeypatch.setattr(workers[1].server, "_stage", end)
-    for number in (2, 3):  # while it is waited for, and when it is gone
+    fetched = fetched_of(version(2))
+    for _ in range(2):  # while it is waited for, and when it is gone
         with pytest.raises(PeerLostError, match="worker 1 of the engine does not stage"):
-            upload(staging, number)
-    workers[1].server._thread.join(10)
+            staging.upload(fetched, is_verified=False)
+    assert staging._connections[0].poll(10)  # the other has done with the file
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
