@@ -12,6 +12,7 @@ if a device has no room, a version is adopted from its file while the engine is 
 
 Invariant: a worker's part is written only while nobody waits to adopt it: the subscriber stages a
 version only after the one before was released; and what is adopted has the number that was staged.
+If one worker can never stage, the others give back what they have taken for it.
 """
 
 import logging
@@ -19,7 +20,8 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Literal, get_args
@@ -38,9 +40,6 @@ from asyncrl.weights.switching import quick_switches
 
 log = logging.getLogger(__name__)
 
-_MAX_FILES = 4
-"""That a worker keeps mapped: the publisher writes versions to three in turn."""
-
 _ANSWER_S = 120.0
 """Pinning a file for the first time takes a second for some GB."""
 
@@ -50,6 +49,9 @@ _MAX_TEMP = 60
 
 Answer = Literal["staged", "not yet", "never"]
 """Of a worker. Never: the trial has failed, or the device has no room."""
+
+_NO_MORE = b""
+"""Instead of a request: nothing will be staged; what was taken for it is given back."""
 
 
 class StageRequest(BaseModel):
@@ -76,10 +78,11 @@ class StagedShard:
             torch.OutOfMemoryError: there is none.
         """
         self._plan = plan
-        self._pieces = [torch.empty_like(target) for target in plan.targets]
-        self._device = self._pieces[0].device
-        is_cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if is_cuda else None
+        self._device = plan.targets[0].device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        # From the stream's own pool: a block that the decode freed may still be read by its kernels.
+        with torch.cuda.stream(self._stream):
+            self._pieces = [torch.empty_like(target) for target in plan.targets]
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -93,16 +96,18 @@ class StagedShard:
         """
         sources = self._plan.sources(tensors)
         whole = [i for i, source in enumerate(sources) if source.is_contiguous()]
-        with torch.cuda.stream(self._stream):
-            torch._foreach_copy_(
-                [self._pieces[i] for i in whole], [sources[i] for i in whole], non_blocking=True
-            )
-            for i in sorted(set(range(len(sources))) - set(whole)):
-                part = self._plan.parts[i]
-                there = tensors[part.name].to(self._device, non_blocking=True)
-                self._pieces[i].copy_(part.of(there))
-        if self._stream is not None:
-            self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                torch._foreach_copy_(
+                    [self._pieces[i] for i in whole], [sources[i] for i in whole], non_blocking=True
+                )
+                for i in sorted(set(range(len(sources))) - set(whole)):
+                    part = self._plan.parts[i]
+                    there = tensors[part.name].to(self._device, non_blocking=True)
+                    self._pieces[i].copy_(part.of(there))
+        finally:
+            if self._stream is not None:
+                self._stream.synchronize()  # the file may be written again after an error too
 
     def load(self) -> None:
         """Copy it into the model."""
@@ -124,7 +129,8 @@ class ShardServer:
         self._files: dict[tuple[int, int], MappedFile] = {}
         self._pins = Pins() if device.type == "cuda" else None
         self._shard: StagedShard | None = None
-        threading.Thread(target=self._serve, name="shards", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="shards", daemon=True)
+        self._thread.start()
 
     def load(self, number: int) -> None:
         """Copy the parts that were staged as `number` into the model.
@@ -144,15 +150,14 @@ class ShardServer:
             accepted, _ = self._socket.accept()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # of this thread
-        with Connection(accepted.detach()) as connection:
-            while True:
-                try:
-                    request = StageRequest.model_validate_json(connection.recv_bytes())
-                except (EOFError, ConnectionError):
-                    return  # the generator has ended
+        # Until the generator ends: with it this process may, and no memory is freed in a thread then.
+        with suppress(EOFError, ConnectionError), Connection(accepted.detach()) as connection:
+            while (message := connection.recv_bytes()) != _NO_MORE:
+                request = StageRequest.model_validate_json(message)
                 with quick_switches:
                     answer = self._stage(request)
                 connection.send_bytes(answer.encode())
+            self._number, self._shard, self._files = 0, None, {}
 
     def _stage(self, request: StageRequest) -> Answer:
         plan = self._loader.plan
@@ -178,22 +183,29 @@ class ShardServer:
         """The file in this process's memory, pinned."""
         file = OpenFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         key = file.identity
-        block = self._files.pop(key, None)
+        # What lost its name is written to no more; what never had one is its owner's only file.
+        self._files = {k: b for k, b in self._files.items() if k == key or b.file.has_name}
+        block = self._files.get(key)
         if block is None:
-            block = MappedFile(file, os.fstat(file.fd).st_size, "shared")
+            block = self._files[key] = MappedFile(file, os.fstat(file.fd).st_size, "shared")
             if self._pins is not None:
                 self._pins.pin(block, block.memory)
-        self._files[key] = block  # the newest stands last
-        while len(self._files) > _MAX_FILES:
-            del self._files[next(iter(self._files))]
         return block
 
 
 class ShardedStaging:
     """The generator's end; `upload` is called from the subscriber's thread."""
 
-    def __init__(self, num_workers: int) -> None:
-        """Choose where the workers listen; `connect` when they do."""
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Choose where the workers listen; `connect` when they do.
+
+        `guard` is around every wait for them, and may put an error of its own in an error's place.
+        """
         self.number = 0
         """Of the version that was offered to the workers last."""
 
@@ -201,6 +213,7 @@ class ShardedStaging:
         short = temp if len(os.fsencode(temp)) <= _MAX_TEMP else "/tmp"
         self._folder = tempfile.TemporaryDirectory(prefix="asyncrl-shards-", dir=short)
         self._num_workers = num_workers
+        self._guard = guard
         self._connections: list[Connection] = []
         self._is_possible = True
 
@@ -210,11 +223,10 @@ class ShardedStaging:
         return self._folder.name
 
     def connect(self) -> None:
-        """Once all of them listen."""
-        self._connections = [
-            Client(address_of(self.directory, rank), family="AF_UNIX")
-            for rank in range(self._num_workers)
-        ]
+        """Once all of them listen; the folder is not needed any more then."""
+        for rank in range(self._num_workers):
+            self._connections.append(Client(address_of(self.directory, rank), family="AF_UNIX"))
+        self._folder.cleanup()
 
     def upload(
         self, fetched: Fetched, *, is_verified: bool
@@ -233,25 +245,30 @@ class ShardedStaging:
         self.number += 1
         path = fetched.block.file.path
         request = StageRequest(number=self.number, path=path, tensors=manifest.tensors)
-        message = request.model_dump_json().encode()
-        for rank, connection in enumerate(self._connections):
-            try:
-                connection.send_bytes(message)
-            except ConnectionError as error:
-                raise _lost(rank) from error
-        corrupt = None
-        if not is_verified:
-            corrupt = find_corrupt_chunk(memoryview(fetched.block.memory), manifest)
-        answers = [self._answer(rank) for rank in range(self._num_workers)]
+        with self._guard():
+            self._tell(request.model_dump_json().encode())
+            corrupt = None
+            if not is_verified:
+                corrupt = find_corrupt_chunk(memoryview(fetched.block.memory), manifest)
+            answers = [self._answer(rank) for rank in range(self._num_workers)]
+            if "never" in answers:
+                self._is_possible = False
+                self._tell(_NO_MORE)
         if corrupt is not None:
             raise WeightMismatchError(manifest.corruption(corrupt, "the learner's snapshot"))
-        self._is_possible = "never" not in answers
         if any(answer != "staged" for answer in answers):
             return None
         return [
             (spec.name, torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta"))
             for spec in manifest.tensors
         ]
+
+    def _tell(self, message: bytes) -> None:
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(message)
+            except ConnectionError as error:
+                raise _lost(rank) from error
 
     def _answer(self, rank: int) -> Answer:
         connection = self._connections[rank]
@@ -266,7 +283,7 @@ class ShardedStaging:
         return next(known for known in get_args(Answer) if known == answer)
 
     def close(self) -> None:
-        """End the workers' threads."""
+        """End the workers' threads; idempotent."""
         for connection in self._connections:
             connection.close()
         self._folder.cleanup()

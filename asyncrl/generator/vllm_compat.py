@@ -80,7 +80,7 @@ class Core:
             num_gpus = arguments.get("tensor_parallel_size", 1)
             raise start_failure(arguments["model"], error, num_gpus=num_gpus) from error
         self._workers.started()
-        self._reloader = Reloader(self._llm)
+        self._reloader = Reloader(self._llm, guard=self._workers.guard)
         self._client = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
         self._max_batches = self._llm.vllm_config.max_concurrent_batches
@@ -146,8 +146,13 @@ class Core:
             self._reloader.load(tensors, file)
 
     def sharded_staging(self) -> ShardedStaging | None:
-        """The way for whole versions to several workers' devices; None if there is one worker."""
-        return self._reloader.staging()
+        """The way for whole versions to several workers' devices; None if there is one worker.
+
+        Raises:
+            PeerLostError: a worker process has died.
+        """
+        with self._workers.guard():
+            return self._reloader.staging()
 
     def recompute(self) -> None:
         """Throw every cached block away; running requests are prefilled again. Only while paused.

@@ -11,8 +11,8 @@
 """
 
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import nn
@@ -31,11 +31,14 @@ RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 class Reloader:
     """Loads whole checkpoints into one engine's model."""
 
-    def __init__(self, llm: LLMEngine) -> None:
-        """Nothing is loaded yet."""
+    def __init__(
+        self, llm: LLMEngine, *, guard: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Nothing is loaded yet; `guard` is that of `ShardedStaging`."""
         # It warns at every reload of layers that have no weights of their own.
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
         self._llm = llm
+        self._guard = guard
         config = llm.vllm_config
         model = config.model_config
         self._is_parallel = config.parallel_config.world_size > 1
@@ -56,11 +59,15 @@ class Reloader:
     def staging(self) -> ShardedStaging | None:
         """The way to every worker's device, to be used beside the decode; None if there is one worker."""
         if self._is_parallel and self._may_be_direct and self._staging is None:
-            self._staging = ShardedStaging(self._llm.vllm_config.parallel_config.world_size)
-            self._llm.collective_rpc(
-                "open_staging", args=(self._staging.directory, self._may_be_direct)
-            )
-            self._staging.connect()
+            num_workers = self._llm.vllm_config.parallel_config.world_size
+            with ExitStack() as undo:
+                staging = ShardedStaging(num_workers, guard=self._guard)
+                undo.callback(staging.close)
+                arguments = (staging.directory, self._may_be_direct)
+                self._llm.collective_rpc("open_staging", args=arguments)
+                staging.connect()
+                undo.pop_all()
+            self._staging = staging
         return self._staging
 
     def load(self, tensors: Mapping[str, torch.Tensor], file: SharedFile | None) -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightMismatchError
+from asyncrl.generator.copy_plan import CopyPlan, Part, layout_of
+from asyncrl.generator.shard_staging import StagedShard
 from asyncrl.weights.adapter import merged_weight
 from asyncrl.weights.staging import DeviceStaging
 from tests.unit.weight_peers import (
@@ -60,6 +62,24 @@ def test_a_page_changed_behind_the_publishers_back_is_found_on_the_gpu():
         with pytest.raises(WeightMismatchError, match="chunk 6 of 49 in"):  # 400,000 / 8,192 = 48.8
             subscriber.wait(WAIT_S)
         fetch(subscriber, learner.publish(1)).release()
+
+
+def test_a_workers_part_is_not_staged_into_memory_that_the_decode_still_reads():
+    """What a kernel in flight reads may have been freed already: the allocator goes by its stream."""
+    num = 2**24
+    values = torch.full((num,), 2.0).pin_memory()
+    parameter = torch.zeros(num, device="cuda")
+    plan = CopyPlan([(parameter, Part("w", (num,), (1,), 0))], {"w": layout_of(values)})
+    freed = torch.full((num,), 1.0, device="cuda")
+    torch.cuda._sleep(2 * 10**9)  # about a second
+    read = freed.clone()
+    del freed
+    shard = StagedShard(plan)
+    shard.fill({"w": values})
+    shard.load()
+    torch.cuda.synchronize()
+    assert (read == 1.0).all()
+    assert (parameter == 2.0).all()
 
 
 @pytest.mark.parametrize(("out", "into", "rank"), [(256, 512, 8), (576, 1536, 16), (1, 64, 1)])

@@ -1,6 +1,6 @@
 """Parts of a version in several workers: each what its loader would take, and nothing before its time."""
 
-import gc
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +10,7 @@ from torch import nn
 from asyncrl.errors import PeerLostError, WeightMismatchError
 from asyncrl.generator.shard_staging import ShardedStaging, ShardServer, StagedShard, address_of
 from asyncrl.generator.vllm_direct import DirectLoader
+from asyncrl.weights.buffers import MAX_BUFFERS
 from tests.unit.test_staging import fetched_of
 from tests.unit.weight_peers import TRANSPORTS, fetch, generating, learning
 
@@ -145,6 +146,10 @@ def test_where_the_trial_fails_nothing_is_staged_ever(staging):
     number = staging.number
     assert upload(staging, 3) is None
     assert staging.number == number  # not even asked
+    server = workers[0].server  # it could
+    server._thread.join(10)
+    assert not server._thread.is_alive()
+    assert (server._shard, server._files) == (None, {})
 
 
 def test_what_does_not_fit_is_left_to_the_engine_to_refuse(staging, workers):
@@ -185,9 +190,11 @@ def test_a_worker_whose_thread_has_ended_is_named(staging, workers, monkeypatch)
         raise SystemExit
 
     monkeypatch.setattr(workers[1].server, "_stage", end)
-    for number in (2, 3):  # while it is waited for, and when it is gone
+    fetched = fetched_of(version(2))
+    for _ in range(2):  # while it is waited for, and when it is gone
         with pytest.raises(PeerLostError, match="worker 1 of the engine does not stage"):
-            upload(staging, number)
+            staging.upload(fetched, is_verified=False)
+    assert staging._connections[0].poll(10)  # the other has done with the file
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -209,15 +216,41 @@ def test_the_subscriber_stages_what_a_learner_publishes(tmp_path, staging, worke
                 worker.server.load(staging.number)
                 assert_has(worker, number)
             staged.release()
-            assert len(workers[0].server._files) <= 4
+            assert len(workers[0].server._files) <= MAX_BUFFERS
 
 
-def test_files_that_are_no_longer_written_are_unmapped(staging, workers):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_of_a_learner_that_has_ended_stays_mapped(tmp_path, staging, workers, transport):
+    for worker in workers:
+        worker.loader.load(dict(version(0)))
+    files = []  # of every version's, while it was staged
+    with generating(tmp_path, staging=staging) as subscriber:
+        for epoch in (1, 2):
+            with learning(version(epoch), tmp_path, transport, epoch=epoch) as learner:
+                for number in range(1, 4):
+                    fetch(subscriber, learner.publish(number)).release()
+                    files.append(set(workers[0].server._files))
+    if transport == "shm":  # each is pinned once
+        assert files[1] > files[0]
+        assert files[3].isdisjoint(files[2])
+    else:
+        assert all(len(each) == 1 for each in files)
+
+
+def test_a_file_without_a_name_is_unmapped_when_another_comes(staging, workers):
     for worker in workers:
         worker.loader.load(dict(version(1)))
-    fetched = [fetched_of(version(number)) for number in range(8)]
-    for each in fetched:
-        assert staging.upload(each, is_verified=False)
-    gc.collect()
-    kept = [key[1] for key in workers[0].server._files]
-    assert kept == [each.block.file.identity[1] for each in fetched[-4:]]
+    first, second = fetched_of(version(2)), fetched_of(version(3))
+    mapped = []
+    for fetched in (first, first, second):
+        assert staging.upload(fetched, is_verified=False)
+        [(key, block)] = workers[0].server._files.items()
+        assert key == fetched.block.file.identity
+        mapped.append(block)
+    assert mapped[0] is mapped[1]  # and pinned, once
+
+
+def test_no_folder_is_left_to_who_is_killed(staging, workers):
+    assert not Path(staging.directory).exists()
+    staging.close()
+    staging.close()
