@@ -1,6 +1,5 @@
 """A run that several tests look at, or go on from."""
 
-
 import pytest
 
 from tests.models import make_tiny_model
