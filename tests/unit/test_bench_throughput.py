@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.bench_vllm_throughput import ratio_best, split, table
-from analysis.engine_process import Job, graph_sizes
+from analysis.engine_process import Job, captured
+from asyncrl.config import VllmEngineConfig
 
 
 def row(kind, num, rate, *, engines=1, shape="1.4b", variant="base"):
@@ -42,14 +43,22 @@ def test_the_table_keeps_what_was_not_measured_empty():
     ]
 
 
-def job(variant, *batches):
-    return Job(
-        kind="ours", model="m", variant=variant, engines=1, max_num=1024, batches=list(batches),
-        prompt_tokens=1, tokens=1, memory=0.5, eager=False,
+def captured_by(kind, variant, *batches):
+    job = Job(
+        kind=kind, model="m", variant=variant, engines=1, max_num=1024, batches=list(batches),
+        prompt_tokens=64, tokens=256, memory=0.5, eager=False,
     )  # fmt: skip
+    config = VllmEngineConfig(
+        max_concurrent_completions=1024, max_prompt_tokens=64, max_completion_tokens=256
+    )
+    return captured(job, config)
 
 
-def test_the_graphs_are_those_that_vllm_would_pad_the_batches_to():
-    # 21 -> 24, 171 -> 176, 341 -> 352 (by sixteens from 256), 1024 -> none; 512 is always there.
-    assert graph_sizes(job("base", 21, 171, 341, 1024)) == [24, 176, 352, 512]
-    assert graph_sizes(job("graphs1024", 21, 683)) == [24, 688, 1024]
+def test_the_graphs_are_those_that_the_batches_are_padded_to():
+    # 21 -> 24, 171 -> 176, 341 -> 352 (by sixteens from 256), 683 -> 704 (by 32 from 512); and the
+    # largest: of 1,344 tokens the last of 1,025 sequences has 320, the context; of 1,408 it would have 384.
+    assert captured_by("ours", "base", 21, 171, 341, 1024) == [24, 176, 352, 1024, 1344]
+    assert captured_by("ours", "base", 21, 683) == [24, 704, 1344]
+    # vLLM's own end at 512.
+    for kind, variant in (("ours", "graphs512"), ("plain", "base")):
+        assert captured_by(kind, variant, 21, 171, 341, 1024) == [24, 176, 352, 512]
