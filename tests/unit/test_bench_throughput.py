@@ -56,7 +56,7 @@ def captured_by(kind, variant, *batches):
 
 def test_the_graphs_are_those_that_the_batches_are_padded_to():
     # 21 -> 24, 171 -> 176, 341 -> 352 (by sixteens from 256), 683 -> 704 (by 32 from 512); and the
-    # largest: of 1,344 tokens the last of 1,025 sequences has 320, the context; of 1,408 it would have 384.
+    # largest: of 1,344 tokens the last of 1,025 sequences has 320, the context; of 1,408 it had 384.
     assert captured_by("ours", "base", 21, 171, 341, 1024) == [24, 176, 352, 1024, 1344]
     assert captured_by("ours", "base", 21, 683) == [24, 704, 1344]
     # vLLM's own end at 512.
