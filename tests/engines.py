@@ -101,6 +101,17 @@ def run(engine, script=()):
     return {(c.request_id, c.index): c for c in finished}
 
 
+def run_side_by_side(engine, versions, asks):
+    """Completions of `asks`, each under the next of `versions`, a step apart."""
+    finished = []
+    for version, ask in enumerate(asks):
+        if version:
+            engine.adopt(version, versions[version].items())
+        engine.submit(ask)
+        finished += engine.step()
+    return [*finished, *run(engine).values()]
+
+
 def assert_same(one, other):
     assert one.tokens.tolist() == other.tokens.tolist()
     assert one.finish_reason == other.finish_reason

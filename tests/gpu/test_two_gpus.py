@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.generator.engines import make_engine
 from asyncrl.learner.lora import attach
-from tests.engines import reference_logprobs, request, run
+from tests.engines import reference_logprobs, request, run, run_side_by_side
 from tests.models import make_tiny_model
 from tests.unit.weight_peers import TRANSPORTS, fetch, generating, learning
 
@@ -108,13 +108,7 @@ def test_both_halves_serve_versions_as_adapters_side_by_side(tmp_path):
     ]
     engine = start(path, lora=lora, max_staleness=2)
     asks = [request(i, 45, num_completions=3, max_tokens=12) for i in range(3)]
-    finished = []
-    for version, ask in enumerate(asks):
-        if version:
-            engine.adopt(version, versions[version].items())
-        engine.submit(ask)
-        finished += engine.step()
-    finished += run(engine).values()
+    finished = run_side_by_side(engine, versions, asks)
     engine.close()
     assert len(finished) == 9
     table = np.zeros((3, 3))

@@ -22,7 +22,7 @@ from asyncrl.generator import vllm_worker
 from asyncrl.generator.engines import NCCL_ENVIRONMENT, make_engine, prepare_vllm
 from asyncrl.generator.vllm_worker import SHM_DIR
 from asyncrl.learner.lora import attach
-from tests.engines import reference_logprobs, request, run
+from tests.engines import reference_logprobs, request, run, run_side_by_side
 from tests.models import make_tiny_model
 from tests.unit.weight_peers import TRANSPORTS, fetch, generating, learning
 
@@ -98,13 +98,7 @@ def test_two_workers_serve_versions_as_adapters_side_by_side(tmp_path, monkeypat
     engine = make_engine(str(path), config, lora=lora, max_staleness=2)
     try:
         asks = [request(i, 45, num_completions=3, max_tokens=12) for i in range(3)]
-        finished = []
-        for version, ask in enumerate(asks):
-            if version:
-                engine.adopt(version, versions[version].items())
-            engine.submit(ask)
-            finished += engine.step()
-        finished += run(engine).values()
+        finished = run_side_by_side(engine, versions, asks)
     finally:
         engine.close()
     assert len(finished) == 9
