@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import os
 import queue
 import statistics
 import sys
@@ -52,7 +53,9 @@ from asyncrl.weights.snapshot import Snapshotter
 from asyncrl.weights.subscriber import Subscriber
 from asyncrl.wire.messages import Announcement
 
-RUN_ID = "bench-adoption"
+RUN_ID = "bench-adoption-" + os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
+"""Of those that may run side by side, each with GPUs of its own."""
+
 GROUP_SIZE = 8
 Row = dict[str, Any]
 

@@ -54,24 +54,24 @@ make_model(Path('$model'), '$shape')"
           engine.gpu_memory_utilization=0.85 --run-dir "$out" 2>"$out/probe_$shape.log"
         mv "$out/probe.json" "$out/probe_$shape.json"
       done ;;
-    adopt) timeout 170 python3 analysis/bench_adoption.py --shape 1.4b --num 512 --staging gpu --publications 16 --seconds 4 \
+    adopt) timeout 220 python3 analysis/bench_adoption.py --shape 1.4b --num 512 --staging gpu --publications 16 --seconds 4 \
         --switch-ms "$switch" --out /tmp/adopt >"$out/adopt_$switch.log" 2>&1; echo "exit $?"
       grep '^{' "$out/adopt_$switch.log" || tail -n 5 "$out/adopt_$switch.log" | cut -c1-300
       cp /tmp/adopt/adoption_1.4b_none.json "$out/adoption_switch_$switch.json" ;;
-    lora) timeout 260 python3 analysis/bench_lora_adoption.py --cases pinned merged --seconds 4 --publications 16 \
-        --num "${NUM:-512}" --every-s 2 --limit-s 150 --switch-ms "$switch" --out /tmp/lora
+    lora) timeout 420 python3 analysis/bench_lora_adoption.py --cases pinned merged --seconds 4 --publications 16 \
+        --num "${NUM:-512}" --every-s 2 --limit-s 200 --switch-ms "$switch" --out /tmp/lora
       cp /tmp/lora/lora_adoption_1.4b.json "$out/lora_${NUM:-512}_switch_$switch.json" ;;
     turns) timeout 300 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --mps off \
         --num 512 1024 --engines 2 4 --total-s 280 --out /tmp/turns
       cp /tmp/turns/vllm_throughput.json "$out/vllm_throughput_turns_h200.json" ;;
-    graphs) timeout 400 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --mps off --num 512 1024 \
-        --engines 1 --variants graphs512 base --total-s 380 --out /tmp/graphs
-      cp /tmp/graphs/vllm_throughput.json "$out/graphs_throughput_h200.json"
-      for limit in 256 0; do  # twice the sequences, and our own
+    graphs) for limit in 256 0; do  # twice the sequences, and our own
         timeout 200 python3 analysis/bench_adoption.py --shape 1.4b --num 128 --tokens 128 --staging gpu --publications 8 \
           --seconds 5 --graphs "$limit" --out /tmp/graphs >"$out/graphs_$limit.log" 2>&1; echo "exit $?"
         cp /tmp/graphs/adoption_1.4b_none.json "$out/graphs_128_$limit.json"; grep '^{' "$out/graphs_$limit.log" | cut -c1-400
-      done ;;
+      done
+      timeout 300 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --mps off --num 512 1024 \
+        --engines 1 --variants graphs512 base --total-s 280 --out /tmp/graphs
+      cp /tmp/graphs/vllm_throughput.json "$out/graphs_throughput_h200.json" ;;
     two_gpus) for test in adopt adapters; do
         timeout 250 python3 -m pytest -s -p no:cacheprovider tests/gpu/test_two_gpus.py -k "$test" >"$out/two_$test.log" 2>&1
         echo "exit $? $test"; grep -E "^mean|^E  " "$out/two_$test.log" | cut -c1-300
@@ -96,8 +96,8 @@ make_model(Path('$model'), '$shape')"
         timeout "${TEST_S:-500}" python3 -m pytest -q -s -p no:cacheprovider "$test" >"$out/test_gpu.log" 2>&1; echo "exit $? $test"
         grep -E "^(recompute|keep|fp8)|^E  " "$out/test_gpu.log" | cut -c1-300; cat "$out/test_gpu.log" >>"$out/tests_gpu.log"
       done ;;
-    conformance) timeout 200 python3 -m pytest -q -x -p no:cacheprovider tests/unit/test_engine_conformance.py \
-        -k "not hf" >"$out/conformance_gpu.log" 2>&1; tail -n 12 "$out/conformance_gpu.log" | cut -c1-300 ;;
+    conformance) timeout 400 python3 -m pytest -q -p no:cacheprovider tests/unit/test_engine_conformance.py \
+        -k "not hf" >"$out/conformance_gpu.log" 2>&1; tail -n 20 "$out/conformance_gpu.log" | cut -c1-300 ;;
     *) echo "unknown: $step"; exit 2 ;;
   esac
 done
