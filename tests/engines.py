@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from asyncrl.config import HFEngineConfig, VllmEngineConfig
+from asyncrl.generator import memory
 from asyncrl.generator.engine import SampleRequest
 from asyncrl.generator.engines import make_engine, prepare_vllm
 from asyncrl.generator.hf_engine import HFEngine
@@ -49,6 +50,7 @@ def start_engine(kind, path, **serving):
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         if kind == "vllm-async":
             keep_async_scheduling(patch)
+        patch.setattr(memory, "PREFILL_TOKENS", 2048)  # a GPU's steps as small as a CPU's
         config = VllmEngineConfig(
             cache_policy=policy, enforce_eager=True, gpu_memory_utilization=0.2, **common
         )

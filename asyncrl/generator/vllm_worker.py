@@ -2,7 +2,7 @@
 
 Worker processes cannot be handed tensors by reference: every worker maps the file that they lie in (the
 learner's snapshot itself, or what was fetched of it) and takes its part of them, beside the decode
-(shard_staging.py) or while the engine is paused. What lies in no file is laid out in one.
+(shard_server.py) or while the engine is paused. What lies in no file is laid out in one.
 
 vLLM mixes `FileReload` into its worker class in every process
 (`worker_extension_cls`).
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.generator.shard_staging import ShardServer, address_of
+from asyncrl.generator.shard_server import ShardServer
+from asyncrl.generator.shard_staging import address_of
 from asyncrl.generator.vllm_direct import DirectLoader
 from asyncrl.weights.manifest import DTYPE_NAMES, TensorSpec, lay_out, tensor_views
 from asyncrl.weights.shared_file import SharedFile

@@ -8,6 +8,7 @@ copy: so each block is registered once, for as long as its owner lives.
 import logging
 import mmap
 import weakref
+from contextlib import suppress
 
 import torch
 
@@ -24,8 +25,8 @@ class Pins:
     def pin(self, owner: object, memory: mmap.mmap) -> None:
         """Register `memory`, shared or anonymous, until `owner` is gone; `owner` keeps it mapped.
 
-        Never of a private mapping of a file: fixing its pages would copy them. If CUDA refuses, copies
-        are slow, which is logged once for each block.
+        Never of a private mapping of a file: fixing its pages would copy them. If CUDA refuses (as it
+        does for files on disks, since Linux 6.5), copies are slow, which is logged once for each block.
         """
         if owner in self._owners:
             return
@@ -37,5 +38,8 @@ class Pins:
             _log.warning(
                 "cudaHostRegister gave error %d; %d bytes stay unpinned", error, len(memory)
             )
+            # The refusal is this thread's last error, which its next launch reports as its own.
+            with suppress(torch.AcceleratorError):
+                torch.zeros(1, device="cuda")
         else:
             weakref.finalize(owner, runtime.cudaHostUnregister, address)

@@ -1,5 +1,6 @@
 """Weights on their way into a GPU: pinned files, digests summed there, adapters merged by one kernel."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.copy_plan import CopyPlan, Part, layout_of
-from asyncrl.generator.shard_staging import StagedShard
+from asyncrl.generator.shard_server import StagedShard
 from asyncrl.weights.adapter import merged_weight
+from asyncrl.weights.pinning import Pins
 from asyncrl.weights.staging import DeviceStaging
 from tests.unit.weight_peers import (
     TRANSPORTS,
@@ -80,6 +82,20 @@ def test_a_workers_part_is_not_staged_into_memory_that_the_decode_still_reads():
     torch.cuda.synchronize()
     assert (read == 1.0).all()
     assert (parameter == 2.0).all()
+
+
+def test_memory_that_cannot_be_pinned_is_copied_all_the_same(caplog):
+    """CUDA keeps a refusal as the thread's last error, and the next launch would report it as its own."""
+    memory = mmap.mmap(-1, 2**20)
+    values = torch.frombuffer(memory, dtype=torch.uint8).fill_(7)
+    owners = [type("Owner", (), {})() for _ in range(2)]
+    Pins().pin(owners[0], memory)
+    assert "unpinned" not in caplog.text
+    Pins().pin(owners[1], memory)  # refused: it is already
+    assert "1048576 bytes stay unpinned" in caplog.text
+    there = [torch.zeros(2**20, dtype=torch.uint8, device="cuda")]
+    torch._foreach_copy_(there, [values], non_blocking=True)
+    assert (there[0].cpu() == 7).all()
 
 
 @pytest.mark.parametrize(("out", "into", "rank"), [(256, 512, 8), (576, 1536, 16), (1, 64, 1)])

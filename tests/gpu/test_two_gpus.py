@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import LoraConfig, VllmEngineConfig
 from asyncrl.generator.engines import make_engine
+from asyncrl.generator.vllm_worker import SHM_DIR
 from asyncrl.learner.lora import attach
 from tests.engines import reference_logprobs, request, run, run_side_by_side
 from tests.models import make_tiny_model
@@ -57,7 +58,6 @@ def test_both_halves_adopt_what_is_published(tmp_path):
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float().eval()
         for path in paths
     ]
-    (tmp_path / "shm").mkdir()
     engine = start(paths[0])
     asks = [request(i, 5 + 40 * i, num_completions=3, max_tokens=12) for i in range(3)]
     found, scores = [], []
@@ -69,8 +69,8 @@ def test_both_halves_adopt_what_is_published(tmp_path):
             transport = TRANSPORTS[version % 2]
             published = list(bfloat16(models[number]).items())
             with (
-                learning(published, tmp_path / "shm", transport) as learner,
-                generating(tmp_path / "shm", staging=engine.staging()) as subscriber,
+                learning(published, SHM_DIR, transport) as learner,
+                generating(SHM_DIR, staging=engine.staging()) as subscriber,
             ):
                 staged = fetch(subscriber, learner.publish(version))
                 assert staged.file is None  # both halves were staged beside the decode
@@ -96,8 +96,12 @@ def test_both_halves_adopt_what_is_published(tmp_path):
 def test_both_halves_serve_versions_as_adapters_side_by_side(tmp_path):
     path = make_tiny_model(tmp_path / "tiny", hidden=256)
     lora = LoraConfig(rank=8, alpha=12.0)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float().eval()
-    own = dict(attach(model, lora, seed=0, path=str(path)).named_weights())
+    loaded = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for _ in range(2)]
+    model, rounding = loaded[0].float().eval(), loaded[1].eval()
+    own, rounded = (
+        dict(attach(each, lora, seed=0, path=str(path)).named_weights())
+        for each in (model, rounding)
+    )
     generator = torch.Generator().manual_seed(0)
     versions = [
         {
@@ -111,16 +115,23 @@ def test_both_halves_serve_versions_as_adapters_side_by_side(tmp_path):
     finished = run_side_by_side(engine, versions, asks)
     engine.close()
     assert len(finished) == 9
-    table = np.zeros((3, 3))
+    table, noise = np.zeros((3, 3)), np.zeros(3)
     for number, weights in enumerate(versions):
         with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(weights[name])
+            for name, values in weights.items():
+                own[name].copy_(values)
+                rounded[name].copy_(values)
         for completion in finished:
             ask = asks[completion.request_id]
             table[completion.request_id, number] += distance(model, ask, completion) / 3
+            if completion.request_id == number:
+                theirs = reference_logprobs(rounding, ask, completion.tokens)
+                exact = reference_logprobs(model, ask, completion.tokens)
+                noise[number] += float(np.mean(np.abs(theirs - exact))) / 3
     print(
         "\nmean |difference| by version of the request and of the model:", table.round(4).tolist()
     )
-    assert all(table[i, i] < TOLERANCE for i in range(3))
+    print("mean |difference| of transformers in bfloat16:", noise.round(4).tolist())
+    # Large adapters round by more; transformers computes in bfloat16 too, in another order.
+    assert (table.diagonal() < 3 * noise).all()
     assert all(table[i, j] > 3 * table[i, i] for i in range(3) for j in range(3) if i != j)

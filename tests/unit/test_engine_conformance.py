@@ -28,8 +28,11 @@ from tests.engines import (
 )
 from tests.models import make_tiny_model
 
-ATOL = 5e-3 if torch.cuda.is_available() else 1e-3
-"""Attention on a GPU multiplies in tf32 (seen: 1.2e-3)."""
+ATOL = 1e-2 if torch.cuda.is_available() else 1e-3
+"""Nats. Attention on a GPU multiplies in tf32, with 10 bits (seen: 5.2e-3, of a token with -5.4)."""
+
+APART = 0.5
+"""Nats, between the two models; what tells them apart."""
 
 LIMIT = 64
 STOPS = {2, 10, 11, 12}
@@ -195,7 +198,7 @@ def test_weights_adopted_midway_show_in_spans_and_logprobs(
         apart.append([np.abs(got - wrong).max() for wrong in (*single, other)])
     # The test has power: no single version gives these numbers, nor does the other policy.
     assert len(apart) >= 8
-    assert (np.median(apart, axis=0) > 100 * ATOL).all()
+    assert (np.median(apart, axis=0) > APART).all()
 
 
 def test_a_new_request_after_adoption_reads_no_cache_of_older_weights(engine, models, states):
@@ -215,16 +218,17 @@ def test_a_new_request_after_adoption_reads_no_cache_of_older_weights(engine, mo
         expected = reference_logprobs(models[1], new, completion.tokens)
         np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=ATOL)
         stale = reference_logprobs(models[0], new, completion.tokens)
-        assert np.abs(stale - completion.behaviour_logprobs).max() > 100 * ATOL
+        assert np.abs(stale - completion.behaviour_logprobs).max() > APART
         assert completion.version_spans == (VersionSpan(1, 0, len(completion.tokens)),)
 
 
 def test_a_completion_without_a_token_at_adoption_has_only_the_new_version(engine, models, states):
-    # More prompt tokens than one step prefills, so some completions still wait for their first; each
-    # of them has the prompt of one that has started, whose blocks are still held.
+    # More prompt tokens than two steps prefill (45 * 190 > 2 * 4096; the second is on its way), so some
+    # completions still wait for their first, most of them with the prompt of one that has started,
+    # whose blocks are still held.
     asks = [
         SampleRequest(
-            request_id=i, prompt_tokens=prompt(190, i % 40), num_completions=1, seed=i, max_tokens=8
+            request_id=i, prompt_tokens=prompt(190, i % 45), num_completions=1, seed=i, max_tokens=8
         )
         for i in range(LIMIT)
     ]
@@ -480,7 +484,7 @@ def test_scores_are_the_full_forward_pass_of_each_version_and_disturb_nobody(
         with torch.no_grad():
             logits = model(torch.from_numpy(tokens).long()[None]).logits[0, :-1]
         expected.append(logprob_of(torch.log_softmax(logits, dim=-1), tokens[1:]))
-    assert np.abs(expected[0] - expected[1]).max() > 10 * ATOL
+    assert np.abs(expected[0] - expected[1]).max() > APART
     engine.submit(ask)
     finished = engine.step()
     np.testing.assert_allclose(engine.score(tokens), expected[0], atol=ATOL)

@@ -1,5 +1,6 @@
 """Parts of a version in several workers: each what its loader would take, and nothing before its time."""
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 
 from asyncrl.errors import PeerLostError, WeightMismatchError
-from asyncrl.generator.shard_staging import ShardedStaging, ShardServer, StagedShard, address_of
+from asyncrl.generator import shard_staging
+from asyncrl.generator.shard_server import ShardServer, StagedShard
+from asyncrl.generator.shard_staging import ShardedStaging, address_of
 from asyncrl.generator.vllm_direct import DirectLoader
 from asyncrl.weights.buffers import MAX_BUFFERS
 from tests.unit.test_staging import fetched_of
@@ -118,15 +121,18 @@ def test_what_was_not_staged_is_not_loaded(staging, workers):
         assert_has(worker, 1)
 
 
-def test_a_changed_byte_is_found_and_the_next_version_is_staged(staging, workers):
+@pytest.mark.parametrize("chunk_bytes", [256, 4096])
+@pytest.mark.parametrize("at", [0, 300, 800])
+def test_a_changed_byte_is_found_and_the_next_version_is_staged(staging, workers, at, chunk_bytes):
+    """1,024 bytes: of four chunks each worker digests two, of one chunk one of them all."""
     for worker in workers:
         worker.loader.load(dict(version(1)))
-    spoiled = fetched_of(version(2), chunk_bytes=256)
-    spoiled.block.memory[300] ^= 1
-    with pytest.raises(
-        WeightMismatchError, match="version 7: chunk 1 of 4 in the learner's snapshot"
-    ):
+    spoiled = fetched_of(version(2), chunk_bytes=chunk_bytes)
+    spoiled.block.memory[at] ^= 1
+    found = f"chunk {at // chunk_bytes} of {1 if chunk_bytes == 4096 else 4}"
+    with pytest.raises(WeightMismatchError, match=f"version 7: {found} in the learner's snapshot"):
         staging.upload(spoiled, is_verified=False)
+    assert staging.upload(spoiled, is_verified=True)  # by who has fetched it
     assert upload(staging, 3)
     for worker in workers:
         worker.server.load(staging.number)
@@ -195,6 +201,20 @@ def test_a_worker_whose_thread_has_ended_is_named(staging, workers, monkeypatch)
         with pytest.raises(PeerLostError, match="worker 1 of the engine does not stage"):
             staging.upload(fetched, is_verified=False)
     assert staging._connections[0].poll(10)  # the other has done with the file
+
+
+def test_a_worker_that_takes_no_request_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(shard_staging, "_ANSWER_S", 0.2)
+    staging = ShardedStaging(1)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address_of(staging.directory, 0))
+        listener.listen(1)
+        staging.connect()
+        # More than the system buffers of a socket (212,992 bytes, unless somebody has raised them).
+        large = [(f"{number:04}" * 200, torch.zeros(1)) for number in range(10_000)]
+        with pytest.raises(PeerLostError, match="worker 0 of the engine did not stage a version"):
+            staging.upload(fetched_of(large), is_verified=True)
+    staging.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
