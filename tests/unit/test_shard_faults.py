@@ -1,10 +1,13 @@
 """Versions staged by several workers while something goes wrong: found, named, and never adopted."""
 
+import gc
 import random
 import socket
+import tempfile
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +21,14 @@ from asyncrl.weights.digests import digest_chunks
 from tests.unit.test_shard_staging import (
     CPU,
     Half,
+    assert_has,
     upload,
     version,
     worker_of,
 )
 from tests.unit.test_staging import fetched_of
+
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 class Whole(nn.Module):
@@ -40,9 +46,9 @@ class Whole(nn.Module):
 
 
 @contextmanager
-def staging_with(models):
+def staging_with(models, **options):
     """A staging, and a worker for each model; nothing is loaded yet."""
-    staging = ShardedStaging(len(models))
+    staging = ShardedStaging(len(models), **options)
     workers = [worker_of(model, rank, staging.directory) for rank, model in enumerate(models)]
     staging.connect()
     try:
@@ -54,18 +60,18 @@ def staging_with(models):
 
 
 @contextmanager
-def halves():
-    with staging_with([Half(0), Half(1)]) as (staging, workers):
+def halves(**options):
+    with staging_with([Half(0), Half(1)], **options) as (staging, workers):
         for worker in workers:
             worker.loader.load(dict(version(1)))
         yield staging, workers
 
 
 @contextmanager
-def unanswering(monkeypatch, answer=b""):
+def unanswering(monkeypatch, answer=b"", **options):
     """A staging with one worker, which reads nothing and says `answer`; its end of the connection too."""
     monkeypatch.setattr(shard_staging, "_ANSWER_S", 0.2)
-    staging = ShardedStaging(1)
+    staging = ShardedStaging(1, **options)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address_of(staging.directory, 0))
         listener.listen(1)
@@ -186,3 +192,89 @@ def test_a_worker_gives_back_its_digesters_memory_if_another_can_never_stage(mon
         server._thread.join(10)
         assert not server._thread.is_alive()
         assert server._digester is None
+
+
+@pytest.mark.parametrize("kind", ["folded", "sha256"])
+def test_a_device_digests_shares_and_a_worker_without_one_goes_on(kind):
+    """Of one chunk the first worker has none."""
+    with halves() as (staging, workers):
+        for worker in workers:
+            worker.server._digester = DeviceDigester(CPU)
+        fetched = fetched_of(version(2), kind=kind)
+        assert fetched.manifest.num_chunks == 1
+        for _ in range(2):
+            assert staging.upload(fetched, is_verified=False)
+        fetched.block.memory[7] ^= 1
+        with pytest.raises(WeightMismatchError, match="version 7: chunk 0 of 1 in"):
+            staging.upload(fetched, is_verified=False)
+
+
+def test_only_the_version_that_was_staged_last_can_be_loaded_and_takes_no_more_memory():
+    with halves() as (staging, workers):
+        shards, numbers = [], []
+        for each in (2, 3):
+            assert upload(staging, each)
+            shards.append([worker.server._shard for worker in workers])
+            numbers.append(staging.number)
+        assert shards[0] == shards[1]  # a part's memory, once for all versions
+        for worker in workers:
+            with pytest.raises(WeightMismatchError, match="staged as number 1, this worker has 2"):
+                worker.server.load(numbers[0])
+            assert_has(worker, 1)
+
+
+def test_a_guard_may_say_more_of_a_lost_worker(monkeypatch):
+    """As engine_workers.py does; what is wrong with a version does not concern it."""
+    seen = []
+
+    @contextmanager
+    def guard():
+        try:
+            yield
+        except PeerLostError as error:
+            seen.append(error)
+            raise PeerLostError("killed by SIGKILL") from error
+
+    fetched = fetched_of(version(2))
+    with unanswering(monkeypatch, guard=guard) as (staging, accepted):
+        accepted.shutdown(socket.SHUT_WR)
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="killed by SIGKILL"):
+                staging.upload(fetched, is_verified=True)
+    [first, second] = seen
+    assert first is second
+    fetched.block.memory[7] ^= 1
+    with halves(guard=guard) as (staging, _), pytest.raises(WeightMismatchError):
+        staging.upload(fetched, is_verified=False)
+    assert len(seen) == 2
+
+
+def test_no_folder_is_left_if_nobody_ever_listened():
+    staging = ShardedStaging(2)
+    assert Path(staging.directory).is_dir()
+    staging.close()
+    assert not Path(staging.directory).exists()
+
+
+def test_a_long_name_for_temporary_files_does_not_matter(tmp_path, monkeypatch):
+    """An address of a socket has at most 107 bytes."""
+    folder = tmp_path / ("x" * 107)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with halves() as (staging, _):
+        assert upload(staging, 2)
+
+
+def test_no_descriptor_is_left():
+    def num_open():
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def live():
+        with halves() as (staging, _):
+            assert upload(staging, 2)
+            assert upload(staging, 3)
+
+    before = num_open()
+    live()
+    assert num_open() == before
