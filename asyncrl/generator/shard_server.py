@@ -9,10 +9,18 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import torch
+from pydantic import TypeAdapter
 
 from asyncrl.errors import WeightMismatchError
 from asyncrl.generator.copy_plan import CopyPlan
-from asyncrl.generator.shard_staging import NO_MORE, Readiness, StageAnswer, StageRequest
+from asyncrl.generator.shard_staging import (
+    NO_MORE,
+    DigestAnswer,
+    DigestRequest,
+    Readiness,
+    StageAnswer,
+    StageRequest,
+)
 from asyncrl.generator.vllm_direct import DirectLoader
 from asyncrl.weights.device_digests import DeviceDigester
 from asyncrl.weights.digests import digest_chunks
@@ -24,6 +32,8 @@ from asyncrl.weights.switching import quick_switches
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 60.0
+
+_REQUEST: TypeAdapter[StageRequest | DigestRequest] = TypeAdapter(StageRequest | DigestRequest)
 
 
 class StagedShard:
@@ -113,13 +123,15 @@ class ShardServer:
         # Until the generator ends: with it this process may, and no memory is freed in a thread then.
         with suppress(EOFError, ConnectionError), Connection(accepted.detach()) as connection:
             while (message := connection.recv_bytes()) != NO_MORE:
-                request = StageRequest.model_validate_json(message)
+                request = _REQUEST.validate_json(message)
+                answer: StageAnswer | DigestAnswer
                 with quick_switches:
-                    readiness = self._stage(request)
-                    digests = self._digest(request) if readiness == "staged" else ()
-                answer = StageAnswer(readiness=readiness, digests=digests)
+                    if isinstance(request, StageRequest):
+                        answer = StageAnswer(readiness=self._stage(request))
+                    else:
+                        answer = DigestAnswer(digests=self._digest(request))
                 connection.send_bytes(answer.model_dump_json().encode())
-            self._number, self._shard, self._files = 0, None, {}
+            self._number, self._shard, self._files, self._digester = 0, None, {}, None
 
     def _stage(self, request: StageRequest) -> Readiness:
         plan = self._loader.plan
@@ -141,11 +153,8 @@ class ShardServer:
         self._number = request.number
         return "staged"
 
-    def _digest(self, request: StageRequest) -> tuple[str, ...]:
-        """Of the chunks that this worker is asked for, on its device if that has room.
-
-        After they were copied: what was written over meanwhile has another digest by then.
-        """
+    def _digest(self, request: DigestRequest) -> tuple[str, ...]:
+        """Of the chunks that this worker is asked for, on its device if that has room."""
         if request.start == request.end:
             return ()
         chunks = memoryview(self._mapped(request.path).memory)[request.start : request.end]

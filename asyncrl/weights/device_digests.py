@@ -69,7 +69,7 @@ class DeviceDigester:
         return tuple(digests)
 
     def _sum_columns(self, source: torch.Tensor, chunk_bytes: int) -> NDArray[np.int64]:
-        """The column sums [chunks, 509] of every chunk of `source` [N] uint8."""
+        """The column sums [chunks, 1031] of every chunk of `source` [N] uint8."""
         num_whole, rest = divmod(len(source), chunk_bytes)
         per_piece = max(1, self._piece_bytes // chunk_bytes)
         num_words = -(-min(len(source), per_piece * chunk_bytes) // 8)
@@ -91,7 +91,7 @@ class DeviceDigester:
     def _fold(
         self, scratch: torch.Tensor, piece: torch.Tensor, chunk_bytes: int, sums: torch.Tensor
     ) -> None:
-        """Copy `piece` and sum each of its chunks' columns: `sums` [chunks, 509]."""
+        """Copy `piece` and sum each of its chunks' columns: `sums` [chunks, 1031]."""
         scratch[: len(piece)].copy_(piece, non_blocking=True)
         shape = (len(sums), chunk_bytes // _ROW_BYTES, FOLD_WORDS)
         rows = self._words.as_strided(shape, (chunk_bytes // 8, FOLD_WORDS, 1))

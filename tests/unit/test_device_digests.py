@@ -26,24 +26,26 @@ def sizes(monkeypatch):
     return found
 
 
-# Pieces of 50,000 bytes, rows of 4,072; 8,152 is two of them and 8, and 8,145 no multiple of 8.
-@pytest.mark.parametrize("size", [1, 4071, 4072, 8152, 48_912, 48_913, 97_824, 123_457, 130_432])
-@pytest.mark.parametrize("chunk_bytes", [8, 999, 4064, 4072, 4080, 8145, 8152, 60_000, 200_000])
+# Pieces of 100,000 bytes, rows of 8,248; 16,504 is two of them and 8, and 16,497 no multiple of 8.
+@pytest.mark.parametrize("size", [1, 8247, 8248, 16_504, 99_024, 99_025, 198_048, 246_913, 264_064])
+@pytest.mark.parametrize(
+    "chunk_bytes", [8, 999, 8240, 8248, 8256, 16_497, 16_504, 120_000, 400_000]
+)
 def test_they_are_those_that_the_host_makes(size, chunk_bytes):
     buffer = memoryview(bytearray(random.Random(size).randbytes(size)))
-    found = DeviceDigester(CPU, piece_bytes=50_000).digest_chunks(buffer, chunk_bytes)
+    found = DeviceDigester(CPU, piece_bytes=100_000).digest_chunks(buffer, chunk_bytes)
     assert found == digest_chunks(buffer, chunk_bytes, "folded")
 
 
 def test_a_version_is_summed_in_pieces_of_whole_chunks_and_a_short_chunk(sizes):
-    buffer = memoryview(bytearray(random.Random(0).randbytes(130_000)))
-    digester = DeviceDigester(CPU, piece_bytes=50_000)
-    found = digester.digest_chunks(buffer, 8152)
-    # 6 chunks are 48,912 bytes; 15 are 122,280, and 7,720 are left. A chunk has two rows of 509 words,
+    buffer = memoryview(bytearray(random.Random(0).randbytes(256_000)))
+    digester = DeviceDigester(CPU, piece_bytes=100_000)
+    found = digester.digest_chunks(buffer, 16_504)
+    # 6 chunks are 99,024 bytes; 15 are 247,560, and 8,440 are left. A chunk has two rows of 1031 words,
     # the rest has one.
-    assert sizes == [6 * 1018, 6 * 1018, 3 * 1018, 509]
-    assert len(digester._words) == 6114  # 48,912 / 8: no more than a piece is taken
-    assert found == digest_chunks(buffer, 8152, "folded")
+    assert sizes == [6 * 2062, 6 * 2062, 3 * 2062, 1031]
+    assert len(digester._words) == 12_378  # 99,024 / 8: no more than a piece is taken
+    assert found == digest_chunks(buffer, 16_504, "folded")
 
 
 def test_memory_is_taken_once_for_versions_of_a_size_and_is_no_larger_than_they_are():
@@ -69,8 +71,8 @@ def test_a_publisher_with_a_device_serves_what_a_generator_accepts(sizes, tmp_pa
             ((_, got),) = staged.tensors()
             assert torch.equal(got, weight)
             staged.release()
-    # 120,000 bytes: 2 chunks of 12 rows, and 20,000 with 4.
-    assert sizes == [2 * 12 * 509, 4 * 509] * 3
+    # 120,000 bytes: 2 chunks of 6 rows, and 20,000 with 2.
+    assert sizes == [2 * 6 * 1031, 2 * 1031] * 3
 
 
 def test_a_publisher_over_a_network_keeps_digests_that_withstand_a_forger(sizes, tmp_path):

@@ -146,24 +146,24 @@ def test_a_view_past_the_end_of_the_buffer_is_refused():
 
 
 def folded_by_hand(chunk: bytes) -> bytes:
-    """509 sums of words, one word at a time."""
-    num_words = len(chunk) // 8 // 509 * 509
-    sums = [0] * 509
+    """1031 sums of words, one word at a time."""
+    num_words = len(chunk) // 8 // 1031 * 1031
+    sums = [0] * 1031
     for word in range(num_words):
-        sums[word % 509] += int.from_bytes(chunk[8 * word : 8 * word + 8], "little")
+        sums[word % 1031] += int.from_bytes(chunk[8 * word : 8 * word + 8], "little")
     head = b"".join((total % 2**64).to_bytes(8, "little") for total in sums)
     return hashlib.sha256(head + chunk[8 * num_words :]).digest()
 
 
-@pytest.mark.parametrize("size", [0, 7, 4071, 4072, 4073, 20_000])  # 4,072 = 8 * 509
+@pytest.mark.parametrize("size", [0, 7, 8247, 8248, 8249, 40_000])  # 8,248 = 8 * 1031
 def test_a_folded_digest_is_that_of_column_sums_and_rest(size):
     chunk = random.Random(size).randbytes(size)
     assert digest(chunk, "folded") == folded_by_hand(chunk)
 
 
-# 8,145 + 4,072: a rest of whole words that begins at an odd byte.
-@pytest.mark.parametrize("size", [1, 4072, 12_217, 16_288, 20_001])
-@pytest.mark.parametrize("chunk_bytes", [1, 999, 1000, 4071, 4072, 4080, 8145, 30_000])
+# 16,497 + 8,248: a rest of whole words that begins at an odd byte.
+@pytest.mark.parametrize("size", [1, 8248, 24_745, 32_992, 40_001])
+@pytest.mark.parametrize("chunk_bytes", [1, 999, 1000, 8247, 8248, 8256, 16_497, 60_000])
 def test_folded_digests_of_a_tensor_are_those_of_its_bytes(size, chunk_bytes):
     if chunk_bytes == 1 and size > 1:
         size = 3
@@ -173,12 +173,12 @@ def test_folded_digests_of_a_tensor_are_those_of_its_bytes(size, chunk_bytes):
     assert list(found) == [folded_by_hand(piece) for piece in pieces]
 
 
-@pytest.mark.parametrize("size", [5000, 60_000, 62_345])
+@pytest.mark.parametrize("size", [10_000, 120_000, 124_690])
 def test_folded_digests_wait_for_the_device_once(size, monkeypatch):
     waits = []
     plain = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda values: waits.append(1) or plain(values))
-    assert len(folded_digests(torch.zeros(size, dtype=torch.uint8), 5000)) == -(-size // 5000)
+    assert len(folded_digests(torch.zeros(size, dtype=torch.uint8), 10_000)) == -(-size // 10_000)
     assert waits == [1]
 
 
@@ -191,9 +191,20 @@ def test_every_changed_bit_changes_a_folded_digest(place, bit):
 
 
 def test_pages_in_another_order_change_a_folded_digest():
-    pages = [random.Random(i).randbytes(4096) for i in range(4)]
+    pages = [random.Random(i).randbytes(4096) for i in range(5)]
     digests = {digest(b"".join(order), "folded") for order in itertools.permutations(pages)}
-    assert len(digests) == 24
+    assert len(digests) == 120
+
+
+def test_no_two_pages_of_a_usual_chunk_can_change_places_unseen():
+    """One that is not empty has another digest in each of the 1,024 places that 4 MiB have."""
+    chunk = bytearray(2**22)
+    chunk[:4096] = random.Random(0).randbytes(4096)
+    digests = {digest(chunk, "folded")}
+    for at in range(4096, 2**22, 4096):
+        chunk[at : at + 4096], chunk[at - 4096 : at] = chunk[at - 4096 : at], bytes(4096)
+        digests.add(digest(chunk, "folded"))
+    assert len(digests) == 1024
 
 
 def test_each_kind_of_digest_finds_the_corrupt_chunk():

@@ -77,7 +77,7 @@ def test_mapping_a_file_fetches_none_of_its_pages():
 
 
 @settings(max_examples=25)
-@given(st.integers(0, 2**32), st.integers(1, 9000), st.sampled_from(["folded", "sha256"]))
+@given(st.integers(0, 2**32), st.integers(1, 18_000), st.sampled_from(["folded", "sha256"]))
 def test_every_tensor_is_whole_whatever_the_size_of_a_chunk(seed, chunk_bytes, kind):
     tensors = odd_tensors(seed)
     fetched = fetched_of(tensors, chunk_bytes=chunk_bytes, kind=kind)
@@ -87,9 +87,9 @@ def test_every_tensor_is_whole_whatever_the_size_of_a_chunk(seed, chunk_bytes, k
 
 
 @pytest.mark.parametrize("kind", ["folded", "sha256"])
-@pytest.mark.parametrize(("place", "chunk"), [(0, 0), (4999, 0), (5000, 1), (39_999, 7)])
+@pytest.mark.parametrize(("place", "chunk"), [(0, 0), (9999, 0), (10_000, 1), (79_999, 7)])
 def test_a_changed_bit_is_found_in_the_copy(kind, place, chunk):
-    fetched = fetched_of([("weight", torch.randn(10_000))], chunk_bytes=5000, kind=kind)
+    fetched = fetched_of([("weight", torch.randn(20_000))], chunk_bytes=10_000, kind=kind)
     fetched.block.memory[place] ^= 4
     staging = DeviceStaging(CPU)
     with pytest.raises(WeightMismatchError, match=f"version 7: chunk {chunk} of 8 in"):
@@ -238,14 +238,14 @@ def test_staged_weights_are_not_overwritten_before_their_release(transport, tmp_
 def test_weights_stay_in_host_memory_when_the_device_has_no_room(
     place, name, tmp_path, monkeypatch, caplog
 ):
-    weight = fill(torch.empty(2000), 3)
+    weight = fill(torch.empty(4000), 3)
     staging = DeviceStaging(CPU)
 
     def out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with (
-        learning([("weight", weight)], tmp_path, "shm", chunk_bytes=5000) as learner,
+        learning([("weight", weight)], tmp_path, "shm", chunk_bytes=10_000) as learner,
         generating(tmp_path, staging=staging) as subscriber,
     ):
         announcement = learner.publish(0)
@@ -261,4 +261,4 @@ def test_weights_stay_in_host_memory_when_the_device_has_no_room(
         assert torch.equal(got, expected)
         staged.release()
         fetch(subscriber, announcement)  # not tried again, and not said again
-    assert caplog.text.count("no room to stage 8000 bytes") == 1  # whole lines of 64
+    assert caplog.text.count("no room to stage 16000 bytes") == 1  # whole lines of 64
