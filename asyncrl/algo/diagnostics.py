@@ -13,6 +13,7 @@
 | mismatch/ratio_p1, p50, p99  | quantiles of rho                        | tails                        |
 | correction/ess, weight_p1 .. | (sum w)^2 / (n sum w^2), quantiles of w | after caps and masks         |
 | mismatch/max                 | largest |y| over all                    |
+| mismatch/k3_numerics         | k3 of completions wholly at staleness 0 | engine against learner       |
 
 | by a completion's oldest token | over completions, Y = its sum of y   | tells                        |
 |--------------------------------|--------------------------------------|------------------------------|
@@ -20,9 +21,11 @@
 | mismatch/sequence_chi2, _ess   | as above with e^Y, Y clamped to +-20 | what sequence weights face   |
 | staleness/span                 | newest minus oldest version, mean    | updates during sampling      |
 
-At d = 0 both policies have the same weights, so y is numerics alone. drift/k3 is k3 over the stale
-tokens minus k3 at 0: what the policy's own movement adds (k3 is y^2/2 to second order, and
-independent differences add up in it).
+A token at d = 0 was sampled under the learner's weights. Where its completion began under older ones, the
+engine still had their keys and values (engine.cache_policy="keep", and the embedded engine), which the
+learner's full pass does not: only of completions that saw no other version y is numerics alone.
+drift/k3 is k3 over the stale tokens minus k3 at 0: what the policy's own movement adds (k3 is y^2/2 to
+second order, and independent differences add up in it).
 
 A micro-batch leaves `Tables` of sums, which add up over micro-batches and ranks; `describe` divides
 once. Quantiles come from histograms of y, for the same reason: exact to 2 % of y, or 2e-5 near 0.
@@ -45,6 +48,7 @@ from asyncrl.algo.tokens import TokenBatch
 
 TOKEN_SUMS = (
     "tokens", "k1", "k3", "abs", "exp_abs", "ratio", "ratio_squared", "weight", "weight_squared",
+    "pure_tokens", "pure_k3",
 )  # fmt: skip
 SEQUENCE_SUMS = ("sequences", "ppl_gap", "ppl_ratio", "ratio", "ratio_squared", "span")
 
@@ -91,7 +95,9 @@ def tabulate(batch: TokenBatch, weights: Tensor, *, max_staleness: int) -> tuple
     ratios = y.new_zeros(outside + 1).index_add_(0, cell, ones)[:outside]
     applied = _bin(weights.double().log()).where(valid, NUM_BINS)
     tables = Tables(
-        tokens=_by_bucket(_token_features(y, weights.double()), bucket, valid, num_buckets),
+        tokens=_by_bucket(
+            _token_features(y, weights.double(), _is_pure(batch)), bucket, valid, num_buckets
+        ),
         sequences=_sequences(batch, y, valid, num_buckets),
         ratios=ratios.view(num_buckets, NUM_BINS),
         weights=y.new_zeros(NUM_BINS + 1).index_add_(0, applied, ones)[:NUM_BINS],
@@ -99,7 +105,14 @@ def tabulate(batch: TokenBatch, weights: Tensor, *, max_staleness: int) -> tuple
     return tables, y.abs().max() if len(y) else y.new_zeros(())
 
 
-def _token_features(y: Tensor, weights: Tensor) -> Tensor:
+def _is_pure(batch: TokenBatch) -> Tensor:
+    """[T] 1 for the tokens of completions that were sampled at staleness 0 from first to last."""
+    stale = (batch.completion_mask & (batch.staleness > 0)).double()
+    num_stale = stale.new_zeros(len(stale)).index_add_(0, batch.sequence, stale)
+    return (num_stale[batch.sequence] == 0).double()
+
+
+def _token_features(y: Tensor, weights: Tensor, pure: Tensor) -> Tensor:
     """[T, TOKEN_SUMS]"""
     clamped = y.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = clamped.exp()
@@ -107,7 +120,7 @@ def _token_features(y: Tensor, weights: Tensor) -> Tensor:
     k3 = clamped.expm1() - clamped
     columns = [
         torch.ones_like(y), -y, k3, y.abs(), clamped.abs().exp(), ratio, ratio.square(),
-        weights, weights.square(),
+        weights, weights.square(), pure, pure * k3,
     ]  # fmt: skip
     return torch.stack(columns, dim=1)
 
@@ -166,6 +179,9 @@ def describe(tokens: Rows, sequences: Rows, ratios: Rows, weights: Rows) -> dict
             found[f"correction/weight_{name}"] = math.exp(quantile(weights, share))
     for d in range(len(tokens)):
         found |= _of_bucket(f"@{d}", tokens[d], sequences[d], ratios[d])
+    whole = dict(zip(TOKEN_SUMS, tokens[0].tolist(), strict=True))
+    if whole["pure_tokens"]:
+        found["mismatch/k3_numerics"] = whole["pure_k3"] / whole["pure_tokens"]
     stale = dict(_of_bucket("", tokens[1:].sum(0), sequences[1:].sum(0), ratios[1:].sum(0)))
     if "mismatch/k3" in stale and "mismatch/k3@0" in found:
         found["drift/k3"] = stale["mismatch/k3"] - found["mismatch/k3@0"]

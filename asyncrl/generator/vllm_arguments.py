@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from asyncrl.config import LoraConfig, VllmEngineConfig
+from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Precision
 from asyncrl.generator.hf_model import choose_device, choose_dtype
 from asyncrl.generator.memory import (
@@ -50,7 +51,7 @@ def engine_arguments(
     prompt prefilled in pieces needs ("CPU Generator does not use offset", 0.32): whole prompts.
 
     Raises:
-        ConfigError: engines that share a GPU do not fit.
+        ConfigError: engines that share a GPU do not fit, or a CPU cannot do what is asked for.
     """
     dtype = choose_dtype(config.dtype, choose_device("auto"))
     context = max_context_tokens(config, model)
@@ -74,6 +75,7 @@ def engine_arguments(
     if not config.custom_all_reduce:
         arguments |= NCCL_ALONE
     if current_platform.is_cpu():
+        _check_for_cpu(path, config, model)
         needed = context * completions * model.kv_values_per_token * dtype.itemsize
         arguments |= {
             "block_size": CPU_BLOCK_TOKENS,
@@ -91,6 +93,24 @@ def engine_arguments(
             config, model, dtype, total_bytes=total_bytes, lora=lora, max_staleness=max_staleness
         )
     return arguments
+
+
+def _check_for_cpu(path: str, config: VllmEngineConfig, model: ModelFacts) -> None:
+    """Refuse what would fail at the first step only."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if config.quantization != "none":
+        raise ConfigError(
+            f"engine.quantization={config.quantization!r}: vLLM has it on GPUs only; set "
+            "engine.quantization='none' on a CPU"
+        )
+    width = model.kv_values_per_token // (2 * model.num_layers * model.num_kv_heads)
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if width not in known:
+        raise ConfigError(
+            f"model.path={path!r} has attention heads of {width} values; vLLM's CPU attention takes "
+            f"{', '.join(map(str, known))}: set engine.kind='hf', or change model.path"
+        )
 
 
 def precision(config: VllmEngineConfig) -> Precision:

@@ -43,9 +43,9 @@ class Alert:
 
 ALERTS: tuple[Alert, ...] = (
     Alert(
-        "engine_mismatch", "mismatch/k3@0", "above", 0.01, 3,
-        "engine and learner disagree under equal weights: compare their dtypes, temperature and "
-        "kernels; no staleness bound helps",
+        "engine_mismatch", "mismatch/k3_numerics", "above", 0.01, 3,
+        "engine and learner disagree under equal weights, in completions that saw no others: compare "
+        "their dtypes, temperature and kernels; no staleness bound helps",
     ),
     Alert(
         "mismatch_lowest_bound", "staleness/engine_mismatch", "above", 0.5, 1,

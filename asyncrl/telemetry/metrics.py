@@ -73,6 +73,9 @@ METRICS: dict[str, Metric] = {
     "mismatch/clamped": Metric("tokens", "value", "log pi_prox / mu beyond +-20, clamped"),
     "mismatch/k1": Metric("nats", "value", "mean of log mu - log pi: KL(mu || pi)"),
     "mismatch/k3": Metric("nats", "value", "mean of e^y - 1 - y, y = log pi - log mu"),
+    "mismatch/k3_numerics": Metric(
+        "nats", "value", "mismatch/k3 of completions sampled under the step's weights alone"
+    ),
     "mismatch/abs": Metric("nats", "value", "mean |log pi - log mu|"),
     "mismatch/exp_abs": Metric("1", "value", "mean exp |log pi - log mu|"),
     "mismatch/max": Metric("nats", "value", "largest |log pi - log mu|"),

@@ -87,6 +87,10 @@ def test_every_bucket_and_the_whole_equal_the_scalar_restatement(completions):
     for name in ("correction/weight_p1", "correction/weight_p50", "correction/weight_p99"):
         found.pop(name, None)
     drift = found.pop("drift/k3", None)
+    # Of completions that saw no other version, untrained tokens left aside.
+    whole = [c for c in completions if not any(t.trained and t.staleness > 0 for t in c)]
+    if pure := slow.metrics(whole, 0):
+        expected["mismatch/k3_numerics"] = pure["mismatch/k3"]
     assert_equal(found, expected)
     at_zero, stale = slow.metrics(completions, 0), []
     for c in completions:
@@ -163,6 +167,16 @@ def test_tiny_mismatch_keeps_its_digits_in_float32():
     tables, _ = tabulate(batch, weights.float(), max_staleness=0)
     found = describe(*(table.numpy() for table in tables))
     assert found["mismatch/k3@0"] == pytest.approx(5.0167e-5, rel=1e-4)
+
+
+def test_numerics_are_measured_only_where_no_older_version_was_seen():
+    pure = [Measured(0.1, 0, 1.0)]
+    crossed = [Measured(0.0, 1, 1.0), Measured(0.5, 0, 1.0)]
+    k3 = [math.exp(y) - 1 - y for y in (0.1, 0.5)]
+    found = measure([pure, crossed])
+    assert found["mismatch/k3@0"] == pytest.approx(sum(k3) / 2)
+    assert found["mismatch/k3_numerics"] == pytest.approx(k3[0])
+    assert "mismatch/k3_numerics" not in measure([crossed])
 
 
 def test_at_staleness_0_alone_the_drift_is_unknown_and_else_it_is_the_difference():

@@ -56,7 +56,8 @@ def test_every_alert_watches_a_declared_metric_under_a_name_of_its_own():
 def test_a_healthy_step_alerts_to_nothing_and_a_collapse_to_several():
     # F006, F012: what should warn.
     healthy = {
-        "mismatch/k3": 1e-3, "mismatch/k3@0": 1e-4, "mismatch/exp_abs": 1.02, "mismatch/chi2": 0.03,
+        "mismatch/k3": 1e-3, "mismatch/k3_numerics": 1e-4, "mismatch/exp_abs": 1.02,
+        "mismatch/chi2": 0.03,
         "correction/ess": 0.97, "correction/weight": 1.0, "correction/truncated": 0.001,
         "correction/dropped": 0.0, "mismatch/nonfinite": 0.0, "mismatch/clamped": 0.0,
         "ratio/clipped_high": 0.01, "ratio/clipped_low": 0.01, "policy/entropy_ratio": 0.9,

@@ -55,6 +55,17 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
 
 @needs_vllm
 @pytest.mark.vllm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can")
+def test_what_only_a_gpu_can_is_refused_on_a_cpu(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"engine.quantization='fp8': vLLM has it on GPUs only"):
+        start(tiny, quantization="fp8")
+    narrow = make_tiny_model(tmp_path / "narrow", hidden=64)  # four heads
+    with pytest.raises(ConfigError, match=r"heads of 16 values; .* 32, 64,.*engine.kind='hf'"):
+        start(narrow)
+
+
+@needs_vllm
+@pytest.mark.vllm
 def test_missing_weights_are_named(tiny, tmp_path):
     path = shutil.copytree(tiny, tmp_path / "empty")
     (path / "model.safetensors").unlink()
@@ -78,7 +89,11 @@ def test_an_architecture_that_vllm_lacks_is_named(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "fp8"}, r"float32 is not supported .*change engine.quantization or"),
+        pytest.param(
+            {"quantization": "fp8"},
+            r"float32 is not supported .*change engine.quantization or",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="refused before"),
+        ),
         ({"tensor_parallel_size": 3}, r"\(4\) must be divisible .*engine.tensor_parallel_size"),
         (
             {"max_concurrent_completions": 5000},
