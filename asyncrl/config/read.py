@@ -102,11 +102,13 @@ def _say(fault: ErrorDetails, path: str) -> str:
         near = (
             (list(elsewhere) if len(elsewhere) == 1 else [])
             or [k for name, k in beside.items() if name in close or _initials(name) == key]
-            or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+            or [k for k in difflib.get_close_matches(path, known, n=2, cutoff=0.5) if k != section]
             or difflib.get_close_matches(key, [k.split(".")[-1] for k in known], n=1)
         )
         hint = f"; did you mean {near[0]}?" if near else ""
-        message = "unknown key" + (" for this kind" if path in known else hint)
+        kinds = [part for part in fault["loc"] if part in _VARIANTS]
+        of_kind = f" for {section}.kind={kinds[-1]!r}, but one of another kind" if kinds else ""
+        message = "unknown key" + (of_kind if path in known else hint)
     elif fault["type"] not in ("missing", "value_error"):
         message += f", got {fault['input']!r}"
     return f"{path}: {message}" if path else message

@@ -50,7 +50,10 @@ def test_an_engine_without_kind_is_the_embedded_one_and_vllm_has_settings_of_its
     assert (same.kind, same.max_prompt_tokens) == ("hf", 7)
     other = read_config(file, ["engine.kind=vllm", "engine.cache_policy=recompute"]).engine
     assert (other.kind, other.max_prompt_tokens, other.cache_policy) == ("vllm", 512, "recompute")
-    with pytest.raises(ConfigError, match=r"engine\.device: unknown key for this kind"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine\.device: unknown key for engine\.kind='vllm', but one of another kind",
+    ):
         read_config(file, ["engine.kind=vllm", "engine.device=cpu"])
 
 
@@ -71,7 +74,7 @@ def test_an_engine_without_kind_is_the_embedded_one_and_vllm_has_settings_of_its
         ("pipeline.group_size=1", "pipeline.group_size=1"),
         ("algorithm.overlong_buffer_tokens=33", "engine.max_completion_tokens=32"),
         ("algorithm.num_minibatches=9", "pipeline.groups_per_step=8"),
-        ("algorithm.loss.anchor=behaviour", "algorithm.loss.anchor: unknown key for this kind"),
+        ("algorithm.loss.anchor=behaviour", "unknown key for algorithm.loss.kind='clipped'"),
         ("pipeline.group_size=128", "engine.max_concurrent_completions=64"),
         ("eval.samples_per_prompt=128", "engine.max_concurrent_completions=64"),
         ("sampling.top_k=5", "sampling.top_k=5"),  # F014
@@ -84,8 +87,8 @@ def test_an_engine_without_kind_is_the_embedded_one_and_vllm_has_settings_of_its
         ('lora.target_modules=["q proj"]', "lora.target_modules"),
         ("engine.kind=vlm", "'hf', 'vllm'"),
         ("engine.max_prompt_token=3", "did you mean engine.max_prompt_tokens"),
-        ("engine.cache_policy=keep", "engine.cache_policy: unknown key for this kind"),
-        ("engine.engines_per_gpu=2", "engine.engines_per_gpu: unknown key for this kind"),
+        ("engine.cache_policy=keep", "engine.cache_policy: unknown key for engine.kind='hf', but"),
+        ("engine.engines_per_gpu=2", "engine.engines_per_gpu: unknown key for engine.kind='hf'"),
     ],
 )
 def test_a_bad_override_is_named(file: Path, override: str, words: str) -> None:
