@@ -34,9 +34,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from asyncrl.errors import PeerLostError, WeightMismatchError
+from asyncrl.handover import Handover
 from asyncrl.weights.digests import DigestKind
 from asyncrl.weights.fetched import Fetched
-from asyncrl.weights.handover import Handover
 from asyncrl.weights.manifest import DTYPES, Manifest, TensorSpec, first_difference
 
 _ANSWER_S = 120.0
@@ -171,7 +171,7 @@ class ShardedStaging:
         request = StageRequest(number=self.number, path=path, tensors=manifest.tensors)
         answers = [
             StageAnswer.model_validate_json(answer).readiness
-            for answer in self._ask([request] * self._num_workers)
+            for answer in self._ask([_dumped(request)] * self._num_workers)
         ]
         if "never" in answers:
             self._is_possible = False
@@ -180,10 +180,10 @@ class ShardedStaging:
         if any(answer != "staged" for answer in answers):
             return None
         requests = [] if is_verified else [
-            DigestRequest(
+            _dumped(DigestRequest(
                 path=path, start=start, end=end, chunk_bytes=manifest.chunk_bytes,
                 digest_kind=manifest.digest_kind,
-            )
+            ))
             for start, end in self._shares(manifest)
         ]  # fmt: skip
         found = [DigestAnswer.model_validate_json(answer) for answer in self._ask(requests)]
@@ -196,10 +196,10 @@ class ShardedStaging:
         ends = [min(first * manifest.chunk_bytes, manifest.total_bytes) for first in firsts]
         return list(pairwise(ends))
 
-    def _ask(self, requests: Sequence[BaseModel]) -> list[bytes]:
+    def _ask(self, requests: Sequence[bytes]) -> list[bytes]:
         """What the first workers answer, one to each request."""
         for rank, request in enumerate(requests):
-            self._tell(rank, request.model_dump_json().encode())
+            self._tell(rank, request)
         return [self._answer(rank) for rank in range(len(requests))]
 
     def _tell(self, rank: int, message: bytes) -> None:
@@ -228,6 +228,10 @@ class ShardedStaging:
 def address_of(directory: str, rank: int) -> str:
     """Where the worker of that rank listens."""
     return str(Path(directory) / str(rank))
+
+
+def _dumped(request: StageRequest | DigestRequest) -> bytes:
+    return request.model_dump_json().encode()
 
 
 def _lost(rank: int) -> PeerLostError:

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 from asyncrl.errors import ConfigError, NoProgressError, ProtocolError
+from asyncrl.handover import Handover
 from asyncrl.weights.buffers import (
     SHM_DIR,
     HostBuffer,
@@ -31,7 +32,6 @@ from asyncrl.weights.buffers import (
 )
 from asyncrl.weights.device_digests import DeviceDigester
 from asyncrl.weights.digests import DigestKind, digest_chunks
-from asyncrl.weights.handover import Handover
 from asyncrl.weights.manifest import Manifest, Probe, manifest_digest
 from asyncrl.weights.server import ChunkServer
 from asyncrl.weights.snapshot import Snapshot

@@ -17,8 +17,8 @@ import threading
 from dataclasses import dataclass
 
 from asyncrl.errors import NoProgressError
+from asyncrl.handover import Handover
 from asyncrl.weights.buffers import HostBuffer
-from asyncrl.weights.handover import Handover
 from asyncrl.weights.manifest import MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES, Manifest
 from asyncrl.wire import messages
 from asyncrl.wire.channel import Envelope, Listener, Malformed

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import ProtocolError
+from asyncrl.handover import Handover
 from asyncrl.weights.buffers import SHM_DIR, check_run_id
 from asyncrl.weights.fetch import ChunkFetcher
 from asyncrl.weights.fetched import Fetched
-from asyncrl.weights.handover import Handover
 from asyncrl.weights.manifest import tensor_views
 from asyncrl.weights.shared_file import MappedFile, SharedFile
 from asyncrl.weights.snapshot_files import SnapshotFiles

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import Buffer
 
-from asyncrl.errors import AsyncRLError, PeerLostError, ProtocolError, RefusedError
+from asyncrl.errors import PeerLostError, ProtocolError, RefusedError
+from asyncrl.handover import Handover
 from asyncrl.wire.bell import Bell
 from asyncrl.wire.channel import MAX_MESSAGE_BYTES, Channel, Envelope, stable
 from asyncrl.wire.codec import encode
@@ -60,7 +61,7 @@ class Mailbox:
         self._inbox: deque[Envelope] = deque()
         self._listener: Callable[[Message], None] | None = None
         self._welcome: Welcome | None = None
-        self._error: BaseException | None = None
+        self._failure = Handover()
         self._closing = False
         self._waker, self._wakened = socket.socketpair()
         self._waker.setblocking(False)
@@ -71,8 +72,8 @@ class Mailbox:
         self._thread.start()
         try:
             with self._changed:  # The thread keeps the deadline: it sets one of the two.
-                self._changed.wait_for(lambda: self._welcome or self._error)
-                self._raise_error()
+                self._changed.wait_for(lambda: self._welcome or self._failure.failed)
+                self._failure.raise_if_failed()
         finally:
             if self._welcome is None:
                 self._end()
@@ -92,7 +93,7 @@ class Mailbox:
         """
         parts = encode(message, [stable(frame) for frame in frames])
         with self._changed:
-            self._raise_error()
+            self._failure.raise_if_failed()
             if self._closing:
                 raise PeerLostError(f"the mailbox to {self._endpoint} is closed")
             self._outbox.append(parts)
@@ -109,11 +110,11 @@ class Mailbox:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._inbox or self._error or self._closing, max(0.0, timeout_s)
+                lambda: self._inbox or self._failure.failed or self._closing, max(0.0, timeout_s)
             )
             if self._inbox:
                 return self._inbox.popleft()
-            self._raise_error()
+            self._failure.raise_if_failed()
             if self._closing:
                 raise PeerLostError(f"the mailbox to {self._endpoint} is closed")
             return None
@@ -148,29 +149,18 @@ class Mailbox:
             self._wakened.close()
             self.bell.close()
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # Full: the thread is being woken already.
             self._waker.send(b"\0")
 
     def _run(self, hello: Hello, connect_timeout_s: float) -> None:
-        """The thread. Its errors are the caller's; one without a name of ours is also printed."""
-        try:
+        """The thread; what ends it is raised by every later call."""
+        with self._failure:
             self._talk(hello, connect_timeout_s)
-        except AsyncRLError as error:
-            self._fail(error)
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-        self.bell.ring()
+        if self._failure.failed:
+            with self._changed:
+                self._changed.notify_all()
+            self.bell.ring()
 
     def _talk(self, hello: Hello, connect_timeout_s: float) -> None:
         channel = Channel(self._endpoint, max_message_bytes=self._max_message_bytes)

@@ -89,11 +89,6 @@ def test_an_architecture_that_vllm_lacks_is_named(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param(
-            {"quantization": "fp8"},
-            r"float32 is not supported .*change engine.quantization or",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="refused before"),
-        ),
         ({"tensor_parallel_size": 3}, r"\(4\) must be divisible .*engine.tensor_parallel_size"),
         (
             {"max_concurrent_completions": 5000},
@@ -173,3 +168,9 @@ def test_a_kernel_that_fails_at_the_start_is_no_matter_of_settings(tiny, monkeyp
     assert "custom_all_reduce=false" in str(start_failure("model", triton, num_gpus=2))
     for lasting in ("out of memory", "no kernel image is available", "invalid device ordinal"):
         assert not is_device_fault(RuntimeError(f"CUDA error: {lasting}"))
+
+
+def test_what_a_gpu_says_of_a_quantization_is_given_its_key():
+    said = ValueError("torch.float32 is not supported for quantization method fp8_per_tensor.")
+    error = start_failure("model", said)
+    assert str(error).endswith("(change engine.quantization or engine.dtype)")
