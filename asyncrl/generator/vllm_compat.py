@@ -6,7 +6,8 @@
 | add     | input_processor.process_inputs + assign_request_id, engine_core.add_request              |
 | poll    | engine_core.get_output: one scheduler step, at most one token a request                  |
 | abort   | engine_core.abort_requests                                                               |
-| pause   | sleep(level=0, mode="keep"), then get_output until no batch is in flight                 |
+| pause   | sleep(level=0, mode="keep")                                                              |
+| drain   | get_output until no batch is in flight                                                   |
 | resume  | wake_up(tags=["scheduling"])                                                             |
 | reload  | collective_rpc, apply_model: see vllm_reload.py                                          |
 | recompute | reset_prefix_cache(reset_running_requests=True), its result checked                    |
@@ -123,18 +124,24 @@ class Core:
         """Forget requests; nothing of them is returned any more."""
         self._client.abort_requests(names)
 
-    def pause(self) -> list[Any]:
-        """Stop after the batches in flight; their outputs. With async scheduling there is one."""
+    def pause(self) -> None:
+        """Start no batch after those in flight; with async scheduling there is one."""
         with self._workers.guard():
             self._llm.sleep(level=0, mode="keep")
+
+    def drain(self) -> list[Any]:
+        """The outputs of the batches in flight; only while paused."""
         return [output for _ in range(self._max_batches) for output in self.poll()]
 
     def resume(self) -> None:
         """Undo `pause`."""
         self._llm.wake_up(tags=["scheduling"])
 
-    def reload(self, tensors: Mapping[str, torch.Tensor], file: SharedFile | None) -> None:
+    def reload(self, tensors: Mapping[str, torch.Tensor], file: SharedFile | None) -> list[Any]:
         """Load a whole checkpoint, names as on disk, into the running model; only while paused.
+
+        Batches in flight read the old weights: a device does what it is given in order, and so does a
+        worker. Their outputs are taken while the weights come, and returned.
 
         Workers in other processes read it from `file`, if it lies in one.
 
@@ -144,6 +151,10 @@ class Core:
         """
         with self._workers.guard():
             self._reloader.load(tensors, file)
+        outputs = self.drain()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # the caller may now overwrite what it offered; workers do their own
+        return outputs
 
     def sharded_staging(self) -> ShardedStaging | None:
         """The way for whole versions to several workers' devices; None if there is one worker.

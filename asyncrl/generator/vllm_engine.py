@@ -9,11 +9,10 @@ are ours to decide. One `step`:
     finish   rows that vLLM finished, or whose log mu is not finite
 
 Invariant: a token's version is that of the weights that sampled it. (Adapters served as versions of
-their own are in vllm_lora.py; what follows is of whole weights.) `adopt` pauses vLLM and takes in
-what is still in flight (async scheduling keeps one batch on its way), all under the old version;
-then it reloads and resumes. A completion without a token yet starts over, so that a prompt's cache
-has the version of its first token; and blocks are cached under a salt of their adoption, so that no
-new request ever reads a block of older weights.
+their own are in vllm_lora.py; what follows is of whole weights.) `adopt` pauses vLLM, has the new
+weights loaded behind the batch in flight (async scheduling keeps one), takes that in under the old
+version, and resumes. A completion without a token starts over, so that a prompt's cache has the version
+of its first token; blocks are cached under a salt of their adoption, so no new request reads older ones.
 """
 
 import math
@@ -182,16 +181,11 @@ class VllmEngine:
             self._num_adoptions += 1
             return
         offered = self._serving.checked(tensors)
-        self._take(self._core.pause())
-        newest = max((row.starts[-1][0] for row in self._rows.values() if row.starts), default=0)
-        if version < newest:
-            self._core.resume()
-            raise WeightMismatchError(
-                f"version {version} offered while {len(self._rows)} completions run that have "
-                f"tokens of version {newest}; spans must ascend: abort them first"
-            )
+        self._core.pause()
+        if version < self._version:
+            self._refuse_descent(version)
         # From here on an error leaves half of the new weights: it must end this process.
-        self._core.reload(offered, None if self._serving.merges else file)
+        self._take(self._core.reload(offered, None if self._serving.merges else file))
         if self._policy == "recompute":
             self._core.recompute()
         self._version = version
@@ -242,6 +236,17 @@ class VllmEngine:
         self._waiting.clear()
         self._finished.clear()
         self._core.close()
+
+    def _refuse_descent(self, version: int) -> None:
+        """While paused: an error, and sampling goes on, if `version` breaks a span's ascent."""
+        self._take(self._core.drain())
+        newest = max((row.starts[-1][0] for row in self._rows.values() if row.starts), default=0)
+        if version < newest:
+            self._core.resume()
+            raise WeightMismatchError(
+                f"version {version} offered while {len(self._rows)} completions run that have "
+                f"tokens of version {newest}; spans must ascend: abort them first"
+            )
 
     def _add(self, row: Row) -> None:
         request = row.request

@@ -71,9 +71,10 @@ class Reloader:
         return self._staging
 
     def load(self, tensors: Mapping[str, torch.Tensor], file: SharedFile | None) -> None:
-        """Load tensors under their names on disk, from `file` if they are in one; nothing is kept.
+        """Load tensors under their names on disk, from `file` if they are in one.
 
-        Without values (device "meta") they are those that `staging` has brought to the workers last.
+        Nothing is kept, but one worker's device may read them until it is synchronized. Without values
+        (device "meta") they are those that `staging` has brought to the workers last.
 
         Raises:
             WeightMismatchError: the trial did damage that a reload does not repair; the model is lost.
@@ -88,8 +89,6 @@ class Reloader:
                 self._llm.collective_rpc("load_from_file", args=arguments)
         if current_platform.is_cpu():
             self._llm.apply_model(repack_heads)
-        if self._loader is not None and torch.cuda.is_available():
-            torch.cuda.synchronize()  # the caller may now overwrite what it offered; workers do their own
 
     def close(self) -> None:
         """Let go of the workers."""

@@ -98,11 +98,23 @@ def test_memory_that_cannot_be_pinned_is_copied_all_the_same(caplog):
     assert (there[0].cpu() == 7).all()
 
 
-@pytest.mark.parametrize(("out", "into", "rank"), [(256, 512, 8), (576, 1536, 16), (1, 64, 1)])
-def test_a_merged_weight_is_the_exact_sum_rounded_once(out, into, rank):
+def test_a_product_is_not_rounded_before_it_is_added():
+    # As in tests/unit/test_adapter.py: 1 + 2^-8 + 2^-17 is rounded up, 1 + 2^-8 to even, which is 1.
+    base = torch.ones(2, 8, 8, dtype=torch.bfloat16, device="cuda")
+    a = torch.tensor([2.0**-9, 2.0**-9, 2.0**-17]).bfloat16()[None, :, None].expand(2, 3, 8)
+    b = torch.ones(2, 8, 3, dtype=torch.bfloat16)
+    assert (merged_weight(base, a, b, 1.0) == 1 + 2**-7).all()
+    assert (base == 1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("modules", "out", "into", "rank"),
+    [(1, 256, 512, 8), (3, 576, 1536, 16), (2, 1, 64, 1), (9, 512, 256, 64), (1, 64, 64, 256)],
+)
+def test_a_merged_weight_is_the_exact_sum_rounded_once(modules, out, into, rank):
     draw = torch.Generator().manual_seed(out)
     base, a, b = (
-        torch.randn(shape, generator=draw).bfloat16()
+        torch.randn(modules, *shape, generator=draw).bfloat16()
         for shape in ((out, into), (rank, into), (out, rank))
     )
     merged = merged_weight(base.cuda(), a, b, 0.5)

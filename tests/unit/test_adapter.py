@@ -65,7 +65,7 @@ def test_a_merged_weight_is_the_sum_written_out(out, into, rank, scale, seed):
         torch.randn(shape, generator=generator)
         for shape in ((out, into), (rank, into), (out, rank))
     )
-    found = merged_weight(base, a, b, scale)
+    [found] = merged_weight(base[None], a[None], b[None], scale)
     for i in range(out):
         for j in range(into):
             terms = sum(float(b[i, r]) * float(a[r, j]) for r in range(rank))
@@ -83,9 +83,9 @@ def test_several_modules_are_merged_as_each_by_itself():
 def test_a_merge_in_bfloat16_is_rounded_once():
     # bfloat16's step at 1 is 2^-7. The sum 1 + 2^-8 + 2^-17 lies above the middle and is rounded up;
     # B A = 2^-8 + 2^-17 rounded by itself is 2^-8, and 1 + 2^-8 would be rounded down, to even.
-    base = torch.ones(1, 1, dtype=torch.bfloat16)
-    a = torch.tensor([[2.0**-9], [2.0**-9], [2.0**-17]]).bfloat16()
-    b = torch.ones(1, 3, dtype=torch.bfloat16)
+    base = torch.ones(1, 1, 1, dtype=torch.bfloat16)
+    a = torch.tensor([[[2.0**-9], [2.0**-9], [2.0**-17]]]).bfloat16()
+    b = torch.ones(1, 1, 3, dtype=torch.bfloat16)
     merged = merged_weight(base, a, b, 1.0)
     assert merged.dtype == torch.bfloat16
     assert float(merged) == 1 + 2**-7
