@@ -5,7 +5,7 @@
 #   bench, throughput, variants   the benchmarks beside this file
 #   probe            how many engines the probe chooses, by the clock
 #   adopt, lora      what adoptions cost, full weights and adapters (SWITCH_MS: Python's switch interval while
-#                    nothing is staged; NUM: adapters' completions in flight)
+#                    nothing is staged; NUM: adapters' completions in flight, TOKENS: at most in each)
 #   turns            the throughput of several engines without NVIDIA's MPS
 #   graphs           CUDA graphs as vLLM chooses them and as we do: decoding alone, and groups that come and go
 #   two_gpus         one engine over two GPUs: what it samples under, and what adoptions cost
@@ -59,7 +59,7 @@ make_model(Path('$model'), '$shape')"
       grep '^{' "$out/adopt_$switch.log" || tail -n 5 "$out/adopt_$switch.log" | cut -c1-300
       cp /tmp/adopt/adoption_1.4b_none.json "$out/adoption_switch_$switch.json" ;;
     lora) timeout 420 python3 analysis/bench_lora_adoption.py --cases pinned merged --seconds 4 --publications 16 \
-        --num "${NUM:-512}" --every-s 2 --limit-s 200 --switch-ms "$switch" --out /tmp/lora
+        --num "${NUM:-512}" --tokens "${TOKENS:-128}" --every-s 2 --limit-s 200 --switch-ms "$switch" --out /tmp/lora
       cp /tmp/lora/lora_adoption_1.4b.json "$out/lora_${NUM:-512}_switch_$switch.json" ;;
     turns) timeout 300 python3 analysis/bench_vllm_throughput.py --shapes 1.4b --no-plain --mps off \
         --num 512 1024 --engines 2 4 --total-s 280 --out /tmp/turns

@@ -12,13 +12,18 @@ Both sides derive them from the model and the configuration, so an offer can be 
 of it is used.
 """
 
+import shutil
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
+
+_HAS_TRITON = find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang")))
+"""Every build of torch for Linux and GPUs brings it; it needs a compiler for what starts its kernels."""
 
 
 def linear_modules(model: nn.Module, head: nn.Module | None) -> tuple[str, ...]:
@@ -69,16 +74,23 @@ def adapter_state(
     return state
 
 
+def merges_in_one_pass(device: torch.device) -> bool:
+    """Whether `merged_weight` takes no memory there but for its result."""
+    return device.type == "cuda" and _HAS_TRITON
+
+
 def merged_weight(
     base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """W + scale * B A, on the device and in the type of `base`: summed in float32, rounded once.
 
-    Shapes are [M, out, in], [M, rank, in] and [M, out, rank], of M modules.
+    Shapes are [M, out, in], [M, rank, in] and [M, out, rank], of M modules; all are contiguous.
     """
-    if base.is_cuda and base.dtype == a.dtype == b.dtype != torch.float32:
-        # One pass: cuBLAS multiplies 16 bits exactly, sums in float32 and rounds what it stores.
-        return torch.baddbmm(base, b.to(base.device), a.to(base.device), alpha=scale)
+    if merges_in_one_pass(base.device):
+        from asyncrl.weights.merge_kernel import merge
+
+        common = torch.promote_types(a.dtype, b.dtype)
+        return merge(base, a.to(base.device, common), b.to(base.device, common), scale)
     product = b.to(base.device, torch.float32) @ a.to(base.device, torch.float32)
     return torch.add(base, product, alpha=scale, out=torch.empty_like(base))
 
