@@ -90,7 +90,8 @@ def merged_weight(
         from asyncrl.weights.merge_kernel import merge
 
         common = torch.promote_types(a.dtype, b.dtype)
-        return merge(base, a.to(base.device, common), b.to(base.device, common), scale)
+        with torch.cuda.device(base.device):
+            return merge(base, a.to(base.device, common), b.to(base.device, common), scale)
     product = b.to(base.device, torch.float32) @ a.to(base.device, torch.float32)
     return torch.add(base, product, alpha=scale, out=torch.empty_like(base))
 

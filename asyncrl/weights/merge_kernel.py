@@ -60,13 +60,12 @@ def _merge(
 def merge(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """W + scale * B A in the type of `base`: summed in float32, rounded once.
 
-    `base` [M, out, in], `a` [M, rank, in] and `b` [M, out, rank] lie contiguous on one GPU.
+    `base` [M, out, in], `a` [M, rank, in] and `b` [M, out, rank] lie contiguous on the present GPU;
+    `a` and `b` are of one type.
     """
     num_modules, num_rows, num_columns = base.shape
     out = torch.empty_like(base)
     grid = (triton.cdiv(num_columns, _COLUMNS), triton.cdiv(num_rows, _ROWS), num_modules)
-    with torch.cuda.device(base.device):
-        _merge[grid](
-            base, a, b, out, scale, num_rows, num_columns, a.shape[1], _ROWS, _COLUMNS, _RANKS
-        )
+    rank = a.shape[1]
+    _merge[grid](base, a, b, out, scale, num_rows, num_columns, rank, _ROWS, _COLUMNS, _RANKS)
     return out

@@ -109,7 +109,7 @@ def test_a_product_is_not_rounded_before_it_is_added():
 
 @pytest.mark.parametrize(
     ("modules", "out", "into", "rank"),
-    [(1, 256, 512, 8), (3, 576, 1536, 16), (2, 1, 64, 1), (9, 512, 256, 64), (1, 64, 64, 256)],
+    [(1, 256, 512, 8), (3, 576, 1536, 16), (2, 1, 64, 1), (9, 512, 256, 64), (3, 70, 130, 100)],
 )
 def test_a_merged_weight_is_the_exact_sum_rounded_once(modules, out, into, rank):
     draw = torch.Generator().manual_seed(out)
