@@ -188,11 +188,11 @@ class HFEngine:
             WeightMismatchError: a name or shape is not this model's, one is missing, or running
                 completions have tokens of a higher version; the old weights and version stay.
         """
-        newest = max((row.versions[-1] for row in self._rows), default=version)
-        if version < newest:
+        higher = [row.versions[-1] for row in self._rows if row.versions[-1] > version]
+        if higher:
             raise WeightMismatchError(
-                f"version {version} offered while {len(self._rows)} completions run that have "
-                f"tokens of version {newest}; spans must ascend: abort them first"
+                f"version {version} offered while {len(higher)} completions run that have tokens of "
+                f"versions up to {max(higher)}; spans must ascend: abort them first"
             )
         if self._merger is not None:
             self._merger.load(tensors)

@@ -214,8 +214,7 @@ class VllmEngine:
             ValueError: T is not in 2 .. max_context_tokens - 1 (vLLM samples one more), or a token
                 is outside the vocabulary.
         """
-        limit = self._max_context - 1
-        check_sequence(tokens, vocabulary=self._model.vocabulary, max_tokens=limit)
+        check_sequence(tokens, vocabulary=self._model.vocabulary, max_tokens=self._max_context - 1)
         lora = self._pinned.newest.request if self._pinned is not None else None
         salt = str(self._num_adoptions)
         name = self._core.add(tokens.tolist(), scoring_params(), salt=salt, lora=lora)
@@ -240,12 +239,12 @@ class VllmEngine:
     def _refuse_descent(self, version: int) -> None:
         """While paused: an error, and sampling goes on, if `version` breaks a span's ascent."""
         self._take(self._core.drain())
-        newest = max((row.starts[-1][0] for row in self._rows.values() if row.starts), default=0)
-        if version < newest:
+        higher = [v for row in self._rows.values() for v, _ in row.starts[-1:] if v > version]
+        if higher:
             self._core.resume()
             raise WeightMismatchError(
-                f"version {version} offered while {len(self._rows)} completions run that have "
-                f"tokens of version {newest}; spans must ascend: abort them first"
+                f"version {version} offered while {len(higher)} completions run that have tokens of "
+                f"versions up to {max(higher)}; spans must ascend: abort them first"
             )
 
     def _add(self, row: Row) -> None:

@@ -345,6 +345,37 @@ def test_a_lower_version_is_refused_only_while_rows_with_higher_ones_run(engine,
     assert {span.version for span in completion.version_spans} == {3}
 
 
+def test_a_refused_version_leaves_running_completions_going(engine, models, states):
+    ask = request(0, num_completions=8, max_tokens=20)
+    engine.adopt(5, states[0].items())
+    engine.submit(ask)
+    finished = engine.step()
+    with pytest.raises(WeightMismatchError):
+        engine.adopt(3, states[1].items())
+    for _ in range(30):  # 20 tokens, and what is on its way
+        finished += engine.step()
+    assert {c.index for c in finished} == set(range(8))
+    for completion in finished:
+        assert completion.finish_reason in {"stop", "length"}
+        assert completion.version_spans == (VersionSpan(5, 0, len(completion.tokens)),)
+        expected = reference_logprobs(models[0], ask, completion.tokens)
+        np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=ATOL)
+
+
+def test_a_refused_version_counts_the_completions_that_have_tokens_of_a_higher_one(engine, states):
+    # More than two steps prefill, as above: some completions are without a token, one step on.
+    engine.adopt(5, states[0].items())
+    for i in range(LIMIT):
+        engine.submit(request(i, 190, num_completions=1))
+    engine.step()
+    with pytest.raises(WeightMismatchError, match="tokens of versions up to 5; ") as refused:
+        engine.adopt(3, states[1].items())
+    running = [c for i in range(LIMIT) for c in engine.abort(i) if c.finish_reason == "abort"]
+    with_tokens = sum(len(c.tokens) > 0 for c in running)
+    assert 0 < with_tokens < len(running)
+    assert f"while {with_tokens} completions run" in str(refused.value)
+
+
 def test_abort_returns_the_tokens_so_far_and_leaves_the_others_alone(engine):
     keep, gone = request(0, 6, num_completions=32), request(1, 20, num_completions=32)
     expected, undisturbed = run(engine, [[keep]]), run(engine, [[gone]])
